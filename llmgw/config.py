@@ -1,0 +1,156 @@
+"""What each process can be told: one frozen Struct a process, its defaults and their reasons.
+
+Read from YAML by `llmgw.core.document` rules: unknown keys are refused with line and nearest name; relative paths are
+relative to the file. Secrets come from `*_file` settings, never from the text itself.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+PAGE_PORT: Final = 8800
+GATEWAY_PORT: Final = 8880
+AGENT_PORT: Final = 8890
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of everything people write for a process."""
+
+
+class EtcdConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How to reach the store. The same `etcd:` block in every process.
+
+    endpoints: URLs; also from LLMGW_ETCD (comma-separated) or `--etcd`, which win in that order.
+    ca, cert, key: PEM files. A client certificate must have an empty CN, or etcd's gateway refuses it.
+    user, password_file: for etcd's own authentication; the file's trailing newline is dropped.
+    connect_timeout_s, read_timeout_s: one call's dead-line is their sum.
+    watch_silence_s: a watch without any word for this long is dead. Three times the server's progress interval of 2 s.
+    relist_s: how often a followed prefix is listed again and compared, since some etcd releases lose events.
+    """
+
+    endpoints: tuple[str, ...] = ("http://127.0.0.1:2379",)
+    ca: str | None = None
+    cert: str | None = None
+    key: str | None = None
+    user: str | None = None
+    password_file: str | None = None
+    connect_timeout_s: float = 1.0
+    read_timeout_s: float = 2.0
+    watch_silence_s: float = 6.0
+    relist_s: float = 420.0
+
+
+class ControllerConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """controller.yaml.
+
+    id: this controller's name in the election record; the host's name and the port when empty.
+    listen: where page, API and metrics are served; loopback by default.
+    address: what others are told to reach it by; `listen` when empty.
+    ttl_s … margin_s: leading (refused at start unless margin ≥ call time-out and 2 × keepalive ≤ ttl - margin).
+    session_ttl_s: of the agents' sessions; the grace periods of liveness are multiples of it.
+    lost_after_s: how long a node stays Unreachable before a replacement is asked for.
+    pass_interval_s: least time between two passes; changes are coalesced for so long.
+    full_pass_s: how often everything is looked at, dirty or not.
+    """
+
+    etcd: EtcdConfig = EtcdConfig()
+    id: str = ""
+    listen: str = f"127.0.0.1:{PAGE_PORT}"
+    address: str = ""
+    ttl_s: float = 10.0
+    keepalive_s: float = 2.5
+    margin_s: float = 3.0
+    session_ttl_s: float = 30.0
+    lost_after_s: float = 300.0
+    pass_interval_s: float = 0.1
+    full_pass_s: float = 600.0
+    backoff_base_s: float = 5.0
+    backoff_max_s: float = 300.0
+    log_format: str = "text"
+
+
+class NamedEngine(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One engine that a person names on purpose: `version` is what is reported, `binary` what is run."""
+
+    engine: str
+    version: str
+    binary: str
+
+
+class FabricConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One fast network of this node."""
+
+    name: str
+    rate_gbps: float | None = None
+    hcas: tuple[str, ...] = ()
+    ifname: str | None = None
+
+
+class AgentConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """agent.yaml.
+
+    name: the node's name. data_dir: state, logs, lock. address: where gateways reach this node's engines.
+    listen: the agent's own API; loopback by default. memory_gb, cpus: caps below what the machine has.
+    engine_ports, gang_ports: inclusive ranges, outside the ephemeral range.
+    port_rest_s: how long a freed port rests before another replica gets it.
+    on_exit: `keep` lets engines outlive the agent, `stop` ends them with it (for `llmgw dev`).
+    gateway_wait_s: after a stop order, how long gateways get to see it before the engine may be stopped.
+    restart_*: attempts inside one assignment, their backoff, and how long a stable run resets the count.
+    """
+
+    name: str
+    data_dir: str
+    etcd: EtcdConfig = EtcdConfig()
+    address: str = "127.0.0.1"
+    listen: str = f"127.0.0.1:{AGENT_PORT}"
+    labels: dict[str, str] = {}
+    model_dirs: tuple[str, ...] = ()
+    memory_gb: float | None = None
+    cpus: float | None = None
+    fabrics: tuple[FabricConfig, ...] = ()
+    engine_ports: tuple[int, int] = (20000, 20999)
+    gang_ports: tuple[int, int] = (21000, 21999)
+    port_rest_s: float = 60.0
+    on_exit: str = "keep"
+    engines: tuple[NamedEngine, ...] = ()
+    session_ttl_s: float = 30.0
+    facts_interval_s: float = 30.0
+    gateway_wait_s: float = 2.0
+    restart_attempts: int = 3
+    restart_backoff_s: float = 2.0
+    stable_s: float = 1800.0
+    log_format: str = "text"
+
+
+class GatewayConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """gateway.yaml.
+
+    listen: loopback by default; without API keys nothing else is allowed. snapshot: file of the last known routes
+    (0600), loaded at start when etcd is away; empty for none.
+    body_max_bytes: largest request body. attempts_max: engines tried before the first byte. connect_timeout_s: per try.
+    in_flight_max: requests at once per replica. queue_max, queue_wait_s: waiting requests per model and for how long.
+    write_timeout_s: a client that takes nothing for so long is dropped. line_max_bytes: longest SSE line of an engine.
+    upstream_idle_s: idle engine connections are dropped before the engine's own 5 s.
+    eject_s: how long a replica that failed is left alone.
+    """
+
+    etcd: EtcdConfig = EtcdConfig()
+    id: str = ""
+    listen: str = f"127.0.0.1:{GATEWAY_PORT}"
+    metrics_listen: str = ""
+    snapshot: str = ""
+    body_max_bytes: int = 64 * 2**20
+    header_max_bytes: int = 64 * 2**10
+    attempts_max: int = 3
+    connect_timeout_s: float = 1.0
+    first_byte_timeout_s: float = 600.0
+    in_flight_max: int = 256
+    queue_max: int = 1024
+    queue_wait_s: float = 30.0
+    write_timeout_s: float = 30.0
+    line_max_bytes: int = 16 * 2**20
+    upstream_idle_s: float = 4.0
+    eject_s: float = 10.0
+    log_format: str = "text"

@@ -1,0 +1,80 @@
+"""What reconcile decides: writes, grouped so that each group leaves the tree valid, and when to look again.
+
+Data only. The controller's committer fences the groups and packs them into transactions; it never splits a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+
+from llmgw.core.record import Record
+from llmgw.core.snapshot import Dirty, Ref
+
+
+class Put(msgspec.Struct, frozen=True, kw_only=True):
+    """Write `record` at `ref`, whether or not something is there."""
+
+    ref: Ref
+    record: Record
+
+
+class Delete(msgspec.Struct, frozen=True, kw_only=True):
+    """Remove what is at `ref`; nothing there is fine."""
+
+    ref: Ref
+
+
+Write = Put | Delete
+
+
+class Group(msgspec.Struct, frozen=True, kw_only=True):
+    """Writes that only make sense together, such as a replica, its secret and all its assignments.
+
+    `cause`: one word for the log line's counts, such as `place`, `stop`, `adopt`, `liveness`.
+    """
+
+    cause: str
+    writes: tuple[Write, ...]
+
+
+@dataclass(kw_only=True)
+class Plan:
+    """The outcome of one pass, in the order it must be committed.
+
+    `wake_mono_s`: for each model or node that was looked at, the moment on the leader's monotonic clock at which time
+    alone may change the decision; absent when only a change of the tree can. `more`: the pass was cut at its bound,
+    what it did not get to must stay dirty (`left`) and another pass is due at once.
+    """
+
+    groups: list[Group] = field(default_factory=list)
+    wake_mono_s: dict[tuple[str, str], float] = field(default_factory=dict)
+    """Keyed by ("model", name) or ("node", name) or ("fleet", "")."""
+    more: bool = False
+    left: Dirty = field(default_factory=Dirty)
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is to be written."""
+        return not self.groups
+
+    def counts(self) -> dict[str, int]:
+        """How many groups of each cause."""
+        out: dict[str, int] = {}
+        for group in self.groups:
+            out[group.cause] = out.get(group.cause, 0) + 1
+        return out
+
+
+class View(msgspec.Struct, frozen=True, kw_only=True):
+    """This reign's own observations, which a new leader may safely forget: empty at each new term.
+
+    All on the leader's monotonic clock. `absent_since`: node -> when this leader first saw it without a session.
+    `write_failed_mono_s`: the last time one of our own writes failed or was refused, None if never.
+    """
+
+    won_mono_s: float
+    absent_since: Mapping[str, float] = {}
+    write_failed_mono_s: float | None = None

@@ -1,0 +1,92 @@
+"""Which engine may answer for which name: the route table, folded purely from plan and node records.
+
+Routable = the replica's phase is placed, starting or ready in the plan, its rank-0 shard is ready with address, port
+and incarnation, and its key is known. No leader is needed for a new engine to become routable, and records may arrive
+in any order: a shard without its replica or secret is not routable yet.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from llmgw.core.catalog import Alias, ModelSpec, Task
+from llmgw.core.ids import Secret
+from llmgw.core.replica import ROUTABLE, Replica, ShardPhase, ShardReport
+from llmgw.core.snapshot import Index
+
+
+class Route(msgspec.Struct, frozen=True, kw_only=True):
+    """One running engine. `incarnation` changes with every start of it, so a stale route can be told."""
+
+    replica: str
+    model: str
+    incarnation: str
+    address: str
+    port: int
+    key: Secret
+
+
+class Target(msgspec.Struct, frozen=True, kw_only=True):
+    """What a name in a request stands for: the model itself, then its fallbacks in order, each at most once."""
+
+    models: tuple[str, ...]
+    task: Task
+
+
+class RouteTable(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything a gateway needs to route. `names` holds every model and alias of the spec, ready or not."""
+
+    names: dict[str, Target] = {}
+    routes: dict[str, tuple[Route, ...]] = {}
+    """Model -> its routable engines, by replica id."""
+
+
+def route(replica: Replica | None, report: ShardReport | None, key: Secret | None) -> Route | None:
+    """The route to a replica through its rank-0 shard; None while anything is missing."""
+    if replica is None or report is None or key is None:
+        return None
+    if replica.phase not in ROUTABLE or report.rank != 0 or report.phase is not ShardPhase.READY:
+        return None
+    if not any(shard.rank == 0 and shard.node == report.node for shard in replica.shards):
+        return None
+    if report.address is None or report.port is None or report.incarnation is None:
+        return None
+    return Route(
+        replica=replica.id,
+        model=replica.model,
+        incarnation=report.incarnation,
+        address=report.address,
+        port=report.port,
+        key=key,
+    )
+
+
+def target(name: str, models: dict[str, ModelSpec], aliases: dict[str, Alias]) -> Target | None:
+    """What `name` stands for; None when the spec knows no such model or alias. Fallbacks that are gone are left out."""
+    alias = aliases.get(name)
+    model = models.get(name if alias is None else alias.model)
+    if model is None:
+        return None
+    order = [model.name]
+    for spare in model.fallbacks:
+        meant = aliases[spare].model if spare in aliases else spare
+        if meant in models and meant not in order:
+            order.append(meant)
+    return Target(models=tuple(order), task=model.task)
+
+
+def route_table(index: Index) -> RouteTable:
+    """The whole table from an index. An unreadable record keeps its last good value, so it drops no route."""
+    models = {spec.name: spec for spec in index.models.records()}
+    aliases = {alias.name: alias for alias in index.aliases.records()}
+    names = {name: meant for name in sorted({*models, *aliases}) if (meant := target(name, models, aliases))}
+    routes: dict[str, list[Route]] = {}
+    for replica in index.replicas.records():
+        head = next((shard for shard in replica.shards if shard.rank == 0), None)
+        secret = index.secrets.record(replica.id)
+        if head is None or secret is None:
+            continue
+        found = route(replica, index.reports.record(f"{head.node}/{replica.id}.0"), secret.key)
+        if found is not None:
+            routes.setdefault(replica.model, []).append(found)
+    return RouteTable(names=names, routes={model: tuple(found) for model, found in sorted(routes.items())})

@@ -1,0 +1,343 @@
+"""The tree as the core sees it: typed tables folded from the mirror's changes, and which parts are dirty.
+
+The `Index` is a fold: the same changes in any batching give the same tables, and `Index` of a whole listing equals the
+`Index` of the history that led to it. It holds no opinion; placement and reconcile read it. A corrupt value is not an
+absent one: the row keeps its last good record (None if there never was one) and says why it is corrupt.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar, cast
+
+import msgspec
+
+from llmgw.core.catalog import Alias, EngineSpec, ModelSpec, NodeSpec
+from llmgw.core.ids import split_shard_name
+from llmgw.core.node import Facts, Fleet, NodeState, Session
+from llmgw.core.record import Generation, Head, Leader, Record, Recover, StoreMeta
+from llmgw.core.replica import Assignment, EngineSecret, ModelState, Replica, ShardReport
+
+
+class Kind(enum.Enum):
+    """Every kind of record below `/llmgw/`; the value is where it lives. `/` at the end: one key per name."""
+
+    META = "meta/store"
+    LEADER = "election/controller"
+    GENERATION = "spec/generation"
+    MODEL = "spec/models/"
+    ALIAS = "spec/aliases/"
+    ENGINE = "spec/engines/"
+    NODE_SPEC = "spec/nodes/"
+    RECOVER = "spec/recover"
+    HEAD = "plan/head"
+    REPLICA = "plan/replicas/"
+    ASSIGNMENT = "plan/assignments/"
+    SECRET = "plan/secrets/"  # noqa: S105  # a place, not a password
+    FLEET = "plan/fleet"
+    NODE_STATE = "plan/nodes/"
+    MODEL_STATE = "plan/models/"
+    SESSION = "node/session/"
+    FACTS = "node/facts/"
+    SHARD = "node/shards/"
+
+    @property
+    def many(self) -> bool:
+        """Whether there is one key per name, rather than a single key."""
+        return self.value.endswith("/")
+
+
+RECORDS: Mapping[Kind, type[Record]] = {
+    Kind.META: StoreMeta,
+    Kind.LEADER: Leader,
+    Kind.GENERATION: Generation,
+    Kind.MODEL: ModelSpec,
+    Kind.ALIAS: Alias,
+    Kind.ENGINE: EngineSpec,
+    Kind.NODE_SPEC: NodeSpec,
+    Kind.RECOVER: Recover,
+    Kind.HEAD: Head,
+    Kind.REPLICA: Replica,
+    Kind.ASSIGNMENT: Assignment,
+    Kind.SECRET: EngineSecret,
+    Kind.FLEET: Fleet,
+    Kind.NODE_STATE: NodeState,
+    Kind.MODEL_STATE: ModelState,
+    Kind.SESSION: Session,
+    Kind.FACTS: Facts,
+    Kind.SHARD: ShardReport,
+}
+"""The record type of each kind."""
+
+
+_DIRTIES_MODEL = frozenset({Kind.MODEL, Kind.MODEL_STATE})
+_DIRTIES_NODE = frozenset({Kind.NODE_SPEC, Kind.NODE_STATE, Kind.SESSION, Kind.FACTS})
+_NAMED_BY_SHARD = frozenset({Kind.ASSIGNMENT, Kind.SHARD})
+_DIRTIES_EVERYTHING = frozenset({Kind.META, Kind.RECOVER, Kind.FLEET, Kind.ENGINE})
+
+
+class Ref(msgspec.Struct, frozen=True):
+    """One place in the tree: a kind and, where there are many, the unescaped name (`""` otherwise).
+
+    Assignments and shards are named `<node>/<replica>.<rank>` (`llmgw.core.ids.shard_name`).
+    """
+
+    kind: Kind
+    name: str = ""
+
+
+class Change(msgspec.Struct, frozen=True, kw_only=True):
+    """One change of one place, as the mirror decoded it. A deletion has neither record nor `corrupt`."""
+
+    ref: Ref
+    mod_revision: int
+    create_revision: int = 0
+    record: Record | None = None
+    corrupt: str | None = None
+
+    @property
+    def deleted(self) -> bool:
+        """Whether the key is gone."""
+        return self.record is None and self.corrupt is None
+
+
+R = TypeVar("R", bound=Record)
+
+
+class Row(msgspec.Struct, Generic[R], frozen=True, kw_only=True):
+    """A record and where it stands in history. `record` None: the key is there, but never held a readable value."""
+
+    record: R | None
+    mod_revision: int
+    create_revision: int
+    corrupt: str | None = None
+
+
+class Table(dict[str, Row[R]], Generic[R]):
+    """Rows of one kind by name. `names()` and `records()` are in sorted order, so that input order can't matter."""
+
+    def record(self, name: str) -> R | None:
+        """The readable record of `name`; None when the key is absent or never was readable."""
+        row = self.get(name)
+        return None if row is None else row.record
+
+    def names(self) -> list[str]:
+        """All names that have a key, sorted."""
+        return sorted(self)
+
+    def records(self) -> Iterator[R]:
+        """All readable records, by name."""
+        return (row.record for _, row in sorted(self.items()) if row.record is not None)
+
+
+@dataclass(kw_only=True)
+class Dirty:
+    """What changed since the last pass: models and nodes by name; `everything` after a reset or a global change."""
+
+    models: set[str] = field(default_factory=set)
+    nodes: set[str] = field(default_factory=set)
+    everything: bool = False
+
+    def __bool__(self) -> bool:
+        return self.everything or bool(self.models) or bool(self.nodes)
+
+
+class Index:
+    """The decoded tree below `/llmgw/` at `revision`, with the few joins that placement and reconcile need.
+
+    Not thread-safe; owned by one task. `dirty` collects until `take_dirty`.
+    """
+
+    def __init__(self) -> None:
+        self.revision = 0
+        self.dirty = Dirty(everything=True)
+        self._tables: dict[Kind, Table[Record]] = {kind: Table() for kind in Kind}
+        self.replicas_of: defaultdict[str, set[str]] = defaultdict(set)
+        """Model name -> ids of its replicas."""
+        self.replicas_on: defaultdict[str, set[str]] = defaultdict(set)
+        """Node -> ids of the replicas with a shard there, released ones included."""
+        self.assignments_on: defaultdict[str, set[str]] = defaultdict(set)
+        """Node -> names of its assignments."""
+        self.assignments_of: defaultdict[str, set[str]] = defaultdict(set)
+        """Replica id -> names of its assignments."""
+        self.reports_on: defaultdict[str, set[str]] = defaultdict(set)
+        """Node -> names of its shard reports."""
+        self.reports_of: defaultdict[str, set[str]] = defaultdict(set)
+        """Replica id -> names of its shard reports."""
+
+    # Typed views of the tables. One cast each, in one place: RECORDS says which type a kind holds.
+    @property
+    def models(self) -> Table[ModelSpec]:
+        return cast("Table[ModelSpec]", self._tables[Kind.MODEL])
+
+    @property
+    def aliases(self) -> Table[Alias]:
+        return cast("Table[Alias]", self._tables[Kind.ALIAS])
+
+    @property
+    def engines(self) -> Table[EngineSpec]:
+        return cast("Table[EngineSpec]", self._tables[Kind.ENGINE])
+
+    @property
+    def node_specs(self) -> Table[NodeSpec]:
+        return cast("Table[NodeSpec]", self._tables[Kind.NODE_SPEC])
+
+    @property
+    def replicas(self) -> Table[Replica]:
+        return cast("Table[Replica]", self._tables[Kind.REPLICA])
+
+    @property
+    def assignments(self) -> Table[Assignment]:
+        return cast("Table[Assignment]", self._tables[Kind.ASSIGNMENT])
+
+    @property
+    def secrets(self) -> Table[EngineSecret]:
+        return cast("Table[EngineSecret]", self._tables[Kind.SECRET])
+
+    @property
+    def node_states(self) -> Table[NodeState]:
+        return cast("Table[NodeState]", self._tables[Kind.NODE_STATE])
+
+    @property
+    def model_states(self) -> Table[ModelState]:
+        return cast("Table[ModelState]", self._tables[Kind.MODEL_STATE])
+
+    @property
+    def sessions(self) -> Table[Session]:
+        return cast("Table[Session]", self._tables[Kind.SESSION])
+
+    @property
+    def facts(self) -> Table[Facts]:
+        return cast("Table[Facts]", self._tables[Kind.FACTS])
+
+    @property
+    def reports(self) -> Table[ShardReport]:
+        return cast("Table[ShardReport]", self._tables[Kind.SHARD])
+
+    @property
+    def meta(self) -> Row[StoreMeta] | None:
+        return cast("Row[StoreMeta] | None", self._tables[Kind.META].get(""))
+
+    @property
+    def leader(self) -> Row[Leader] | None:
+        return cast("Row[Leader] | None", self._tables[Kind.LEADER].get(""))
+
+    @property
+    def head(self) -> Row[Head] | None:
+        return cast("Row[Head] | None", self._tables[Kind.HEAD].get(""))
+
+    @property
+    def fleet(self) -> Row[Fleet] | None:
+        return cast("Row[Fleet] | None", self._tables[Kind.FLEET].get(""))
+
+    @property
+    def recover(self) -> Row[Recover] | None:
+        return cast("Row[Recover] | None", self._tables[Kind.RECOVER].get(""))
+
+    @property
+    def generation(self) -> Row[Generation] | None:
+        return cast("Row[Generation] | None", self._tables[Kind.GENERATION].get(""))
+
+    def row(self, ref: Ref) -> Row[Record] | None:
+        """The row at `ref`, None when the key is absent."""
+        return self._tables[ref.kind].get(ref.name)
+
+    def rows(self) -> Iterator[tuple[Ref, Row[Record]]]:
+        """Every row, by kind and name."""
+        for kind in Kind:
+            for name in self._tables[kind].names():
+                yield Ref(kind, name), self._tables[kind][name]
+
+    def nodes(self) -> list[str]:
+        """Every node that has a session, facts or a state, sorted. A mere `spec/nodes` entry is not a node."""
+        return sorted({*self.sessions, *self.facts, *self.node_states})
+
+    def corrupt(self) -> list[tuple[Ref, str]]:
+        """Every place whose present value can't be read, with the reason."""
+        return [(ref, row.corrupt) for ref, row in self.rows() if row.corrupt is not None]
+
+    def reset(self, changes: Iterable[Change], *, revision: int) -> None:
+        """Start over from a whole listing at `revision`. Last good records survive only where the key is corrupt now."""
+        present = list(changes)
+        kept = {change.ref for change in present}
+        gone = [Change(ref=ref, mod_revision=revision) for ref, _ in self.rows() if ref not in kept]
+        self.apply([*gone, *present], revision=revision)
+        self.revision = revision
+        self.dirty.everything = True
+
+    def apply(self, changes: Iterable[Change], *, revision: int) -> None:
+        """Fold in changes in the order they happened, up to `revision`."""
+        for change in changes:
+            self._set(change)
+        self.revision = max(self.revision, revision)
+
+    def take_dirty(self) -> Dirty:
+        """What is dirty since the last call; starts a new, clean set."""
+        dirty, self.dirty = self.dirty, Dirty()
+        return dirty
+
+    def _set(self, change: Change) -> None:
+        table, name = self._tables[change.ref.kind], change.ref.name
+        before = table.get(name)
+        old = None if before is None else before.record
+        new = old if change.corrupt is not None else change.record
+        if change.deleted:
+            table.pop(name, None)
+        else:
+            table[name] = Row(
+                record=new,
+                mod_revision=change.mod_revision,
+                create_revision=change.create_revision,
+                corrupt=change.corrupt,
+            )
+        self._mark(change.ref, old, new)
+        self._join(change.ref, old, new, present=not change.deleted)
+
+    def _mark(self, ref: Ref, *records: Record | None) -> None:
+        dirty = self.dirty
+        if ref.kind in _DIRTIES_MODEL:
+            dirty.models.add(ref.name)
+        elif ref.kind in _DIRTIES_NODE:
+            dirty.nodes.add(ref.name)
+        elif ref.kind in _DIRTIES_EVERYTHING:
+            dirty.everything = True
+        elif ref.kind is Kind.SECRET:
+            records = (self.replicas.record(ref.name),)
+        elif ref.kind in _NAMED_BY_SHARD and (parts := split_shard_name(ref.name)) is not None:
+            dirty.nodes.add(parts[0])
+        for record in records:
+            if isinstance(record, Replica):
+                dirty.nodes.update(shard.node for shard in record.shards)
+            if isinstance(record, (Replica, Assignment, ShardReport)):
+                dirty.models.add(record.model)
+
+    def _join(self, ref: Ref, old: Record | None, new: Record | None, *, present: bool) -> None:
+        match ref.kind:
+            case Kind.REPLICA:
+                for record, keep in ((old, False), (new if present else None, True)):
+                    if isinstance(record, Replica):
+                        _link(self.replicas_of, record.model, ref.name, keep=keep)
+                        for shard in record.shards:
+                            _link(self.replicas_on, shard.node, ref.name, keep=keep)
+            case Kind.ASSIGNMENT | Kind.SHARD:
+                parts = split_shard_name(ref.name)
+                if parts is None:
+                    return
+                orders = ref.kind is Kind.ASSIGNMENT
+                _link(self.assignments_on if orders else self.reports_on, parts[0], ref.name, keep=present)
+                _link(self.assignments_of if orders else self.reports_of, parts[1], ref.name, keep=present)
+            case _:
+                pass
+
+
+def _link(joins: defaultdict[str, set[str]], key: str, name: str, *, keep: bool) -> None:
+    """Add or drop `name` under `key`; an empty set leaves no key behind, so that two folds compare equal."""
+    if keep:
+        joins[key].add(name)
+    elif key in joins:
+        joins[key].discard(name)
+        if not joins[key]:
+            del joins[key]
