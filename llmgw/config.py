@@ -93,6 +93,8 @@ class AgentConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     name: the node's name. data_dir: state, logs, lock. address: where gateways reach this node's engines.
     listen: the agent's own API; loopback by default. memory_gb, cpus: caps below what the machine has.
+    share: the part of the machine's (or cgroup's) memory and CPUs that is this node's; `llmgw dev` gives each of its N
+    nodes 1/N, so that nothing is handed out twice.
     engine_ports, gang_ports: inclusive ranges, outside the ephemeral range.
     port_rest_s: how long a freed port rests before another replica gets it.
     on_exit: `keep` lets engines outlive the agent, `stop` ends them with it (for `llmgw dev`).
@@ -109,6 +111,7 @@ class AgentConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True)
     model_dirs: tuple[str, ...] = ()
     memory_gb: float | None = None
     cpus: float | None = None
+    share: float = 1.0
     fabrics: tuple[FabricConfig, ...] = ()
     engine_ports: tuple[int, int] = (20000, 20999)
     gang_ports: tuple[int, int] = (21000, 21999)
