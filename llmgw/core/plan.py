@@ -68,6 +68,22 @@ class Plan:
         return out
 
 
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """What operators set once for the pure decisions; the controller derives it from its configuration.
+
+    session_ttl_s: of the agents' sessions; the grace periods of liveness are multiples of it.
+    lost_after_s: how long a node stays Unreachable before a replacement is asked for.
+    backoff_base_s, backoff_max_s: a model's wait after failed replicas, base × 2ⁿ up to the maximum.
+    placements_max: replicas placed in one pass, so that Python in the loop never costs the lease.
+    """
+
+    session_ttl_s: float = 30.0
+    lost_after_s: float = 300.0
+    backoff_base_s: float = 5.0
+    backoff_max_s: float = 300.0
+    placements_max: int = 100
+
+
 class View(msgspec.Struct, frozen=True, kw_only=True):
     """This reign's own observations, which a new leader may safely forget: empty at each new term.
 
