@@ -1,0 +1,334 @@
+"""The data of a store in memory, with etcd's semantics: no waiting, no task, no thread.
+
+Time is `anyio.current_time()`. Leases lapse, and revisions are spent on it, when somebody next looks; nobody can tell
+that from a clock at work, because whoever waits for a change (`llmgw.store.memory`) also waits for the next lease to
+lapse. The semantics are those checked on etcd 3.4.23; the conformance suite holds both to the same tests.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+import anyio
+
+from llmgw.errors import Compacted, LeaseLost
+from llmgw.store.port import (
+    Batch,
+    Compare,
+    Event,
+    GetOp,
+    KeyValue,
+    Lease,
+    Op,
+    Operation,
+    PutOp,
+    Target,
+    TxnResult,
+    range_end,
+)
+
+LEASE_TTL_MIN_S: Final = 2
+"""Shortest lease; less is raised to it. Source: etcd, one and a half election time-outs, measured on 3.4.23."""
+
+EXPIRY_TICK_S: Final = 0.5
+"""Leases lapse on multiples of this, so up to this late. Source: etcd's lessor looks every 500 ms."""
+
+_COMPARE: Final[Mapping[Op, Callable[[int, int], bool]]] = {
+    Op.EQUAL: operator.eq,
+    Op.NOT_EQUAL: operator.ne,
+    Op.GREATER: operator.gt,
+    Op.LESS: operator.lt,
+}
+_NUMBER: Final[Mapping[Target, Callable[[KeyValue], int]]] = {
+    Target.CREATE: lambda item: item.create_revision,
+    Target.MOD: lambda item: item.mod_revision,
+    Target.VERSION: lambda item: item.version,
+    Target.LEASE: lambda item: item.lease,
+}
+_NOTHING: Final = KeyValue(key="", value=b"", create_revision=0, mod_revision=0, version=0)
+
+
+@dataclass(kw_only=True)
+class _Lease:
+    ttl_s: int
+    deadline_s: float
+    keys: set[str] = field(default_factory=set)
+
+    @property
+    def lapses_s(self) -> float:
+        """The first tick at which the store sees that the dead-line has passed."""
+        return math.ceil(self.deadline_s / EXPIRY_TICK_S) * EXPIRY_TICK_S
+
+
+@dataclass(kw_only=True)
+class _State:
+    """Everything a backup of the store holds. `history` has one batch for each revision after `base`."""
+
+    revision: int = 1
+    compacted: int = 0
+    base: int = 1
+    items: dict[str, KeyValue] = field(default_factory=dict)
+    order: list[str] = field(default_factory=list)
+    history: list[Batch] = field(default_factory=list)
+    leases: dict[int, _Lease] = field(default_factory=dict)
+
+    def copy(self) -> _State:
+        return _State(
+            revision=self.revision,
+            compacted=self.compacted,
+            base=self.base,
+            items=dict(self.items),
+            order=list(self.order),
+            history=list(self.history),
+            leases={
+                id_: _Lease(ttl_s=lease.ttl_s, deadline_s=lease.deadline_s, keys=set(lease.keys))
+                for id_, lease in self.leases.items()
+            },
+        )
+
+
+class Watcher(Protocol):
+    """Somebody who waits for changes; called at once when something happens, so it must not wait itself."""
+
+    def happened(self, batch: Batch) -> None:
+        """A revision was written."""
+        ...
+
+    def restored(self, revision: int) -> None:
+        """The store is another one now, and stands at `revision`."""
+        ...
+
+    def wake(self) -> None:
+        """Look again: something else than a revision changed."""
+        ...
+
+
+class MemorySnapshot:
+    """A backup of a `MemoryCluster`, to be restored later; opaque."""
+
+    def __init__(self, state: _State) -> None:
+        self._state = state
+
+    def state(self) -> _State:
+        """A private copy, so that one backup can be restored more than once."""
+        return self._state.copy()
+
+
+class MemoryCluster:
+    """The data of one store, shared by its clients' `MemoryStore` handles, and what happens to it as a whole."""
+
+    def __init__(self) -> None:
+        self.running = True
+        self._state = _State()
+        self._lease_next = 0x6D656D0001  # outside the state: ids stay unique over a restore, as etcd's do
+        self._watchers: dict[Watcher, None] = {}  # ordered, so that a seeded run repeats
+
+    # --- what an operator does ---
+
+    @property
+    def revision(self) -> int:
+        """The newest revision; leases that should have lapsed by now have."""
+        self._settle()
+        return self._state.revision
+
+    def compact(self, revision: int) -> None:
+        """Forget history below `revision`. Raises Compacted if that is gone already, ValueError for the future."""
+        self._settle()
+        state = self._state
+        if revision <= state.compacted:
+            raise Compacted(state.compacted)
+        if revision > state.revision:
+            raise ValueError(f"revision {revision} is in the future, the store is at {state.revision}")
+        dropped = max(0, revision - 1 - state.base)
+        del state.history[:dropped]
+        state.base += dropped
+        state.compacted = revision
+        self._wake_all()
+
+    def stop(self) -> None:
+        """All members are down: calls fail, watches fall silent, no lease lapses."""
+        self._settle()
+        self.running = False
+
+    def start(self) -> None:
+        """All members are back: watches go on where they were, every lease starts again at its full TTL."""
+        self._renew_all()
+        self.running = True
+
+    def elect(self) -> None:
+        """Another member leads the store: every lease starts again at its full TTL."""
+        self._settle()
+        self._renew_all()
+
+    def snapshot(self) -> MemorySnapshot:
+        """A backup as of now."""
+        self._settle()
+        return MemorySnapshot(self._state.copy())
+
+    def restore(self, snapshot: MemorySnapshot | None) -> None:
+        """Become what `snapshot` holds; None wipes the store. Revisions go back, and watches that notice say so."""
+        self._state = _State() if snapshot is None else snapshot.state()
+        for watcher in self._watchers:
+            watcher.restored(self._state.revision)
+        self._renew_all()
+
+    # --- what the clients do ---
+
+    def find(self, key: str, *, prefix: bool) -> tuple[KeyValue, ...]:
+        """What is stored at or below `key`, sorted."""
+        self._settle()
+        return self._find(key, prefix=prefix)
+
+    def commit(self, compares: Sequence[Compare], ops: Sequence[Operation], or_else: Sequence[Operation]) -> TxnResult:
+        """One transaction, already within the limits. Raises LeaseLost."""
+        self._settle()
+        ok = all(self._holds(compare) for compare in compares)
+        branch = ops if ok else or_else
+        for op in branch:
+            if isinstance(op, PutOp) and op.lease and op.lease not in self._state.leases:
+                raise LeaseLost(op.lease)
+        reads: list[tuple[KeyValue, ...]] = []
+        events: list[Event] = []
+        for op in branch:
+            if isinstance(op, PutOp):
+                events.append(self._put(op))
+            elif isinstance(op, GetOp):
+                reads.append(self._find(op.key, prefix=op.prefix))
+            else:
+                events.extend(self._delete(item) for item in self._find(op.key, prefix=op.prefix))
+        self._append(events)
+        return TxnResult(ok=ok, revision=self._state.revision, reads=tuple(reads))
+
+    def grant(self, ttl_s: int) -> Lease:
+        """A new lease."""
+        self._settle()
+        ttl_s = max(ttl_s, LEASE_TTL_MIN_S)
+        lease = Lease(id=self._lease_next, ttl_s=ttl_s)
+        self._lease_next += 1
+        self._state.leases[lease.id] = _Lease(ttl_s=ttl_s, deadline_s=anyio.current_time() + ttl_s)
+        self._wake_all()  # it may lapse before what they wait for
+        return lease
+
+    def keepalive(self, lease: int) -> int:
+        """Renew. Raises LeaseLost; past its dead-line a lease is lost, although its keys may live a moment longer."""
+        self._settle()
+        held = self._state.leases.get(lease)
+        if held is None or held.deadline_s <= anyio.current_time():
+            raise LeaseLost(lease)
+        held.deadline_s = anyio.current_time() + held.ttl_s
+        return held.ttl_s
+
+    def revoke(self, lease: int) -> None:
+        """End a lease; its keys go in one revision."""
+        self._settle()
+        if lease in self._state.leases:
+            self._lapse(lease)
+
+    def attach(self, watcher: Watcher) -> None:
+        """Tell `watcher` of what happens, until `detach`."""
+        self._watchers[watcher] = None
+
+    def detach(self, watcher: Watcher) -> None:
+        """Tell `watcher` nothing more."""
+        self._watchers.pop(watcher, None)
+
+    def written(self, revision: int) -> Batch:
+        """What `revision`, which must not be in the future, wrote. Raises Compacted."""
+        if revision < self._state.compacted:
+            raise Compacted(self._state.compacted)
+        return self._state.history[revision - self._state.base - 1]
+
+    def next_lapse_s(self) -> float:
+        """When the next lease lapses if nobody renews it; infinity if none will."""
+        if not self.running:
+            return math.inf
+        return min((lease.lapses_s for lease in self._state.leases.values()), default=math.inf)
+
+    # --- inside ---
+
+    def _find(self, key: str, *, prefix: bool) -> tuple[KeyValue, ...]:
+        items, order = self._state.items, self._state.order
+        end = range_end(key, prefix=prefix)
+        if end is None:
+            return (items[key],) if key in items else ()
+        first, last = bisect.bisect_left(order, key), bisect.bisect_left(order, end)
+        return tuple(items[key] for key in order[first:last])
+
+    def _holds(self, compare: Compare) -> bool:
+        """For a prefix: of every key below it; where there is none, of an absent key."""
+        found = self._find(compare.key, prefix=compare.prefix) or (_NOTHING,)
+        return all(_COMPARE[compare.op](_NUMBER[compare.target](item), compare.number) for item in found)
+
+    def _put(self, op: PutOp) -> Event:
+        state, revision = self._state, self._state.revision + 1
+        old = state.items.get(op.key)
+        if old is None:
+            bisect.insort(state.order, op.key)
+        elif old.lease:
+            state.leases[old.lease].keys.discard(op.key)
+        if op.lease:
+            state.leases[op.lease].keys.add(op.key)
+        new = KeyValue(
+            key=op.key,
+            value=op.value,
+            create_revision=revision if old is None else old.create_revision,
+            mod_revision=revision,
+            version=1 if old is None else old.version + 1,
+            lease=op.lease,
+        )
+        state.items[op.key] = new
+        return Event(
+            key=new.key,
+            value=new.value,
+            mod_revision=revision,
+            create_revision=new.create_revision,
+            version=new.version,
+            lease=new.lease,
+        )
+
+    def _delete(self, item: KeyValue) -> Event:
+        state = self._state
+        del state.items[item.key]
+        del state.order[bisect.bisect_left(state.order, item.key)]
+        if item.lease:
+            state.leases[item.lease].keys.discard(item.key)
+        return Event(key=item.key, value=None, mod_revision=state.revision + 1)
+
+    def _append(self, events: Sequence[Event]) -> None:
+        """One revision for a transaction that changed something, none for one that did not."""
+        if not events:
+            return
+        state = self._state
+        state.revision += 1
+        batch = Batch(revision=state.revision, events=tuple(events))
+        state.history.append(batch)
+        for watcher in self._watchers:
+            watcher.happened(batch)
+
+    def _lapse(self, lease: int) -> None:
+        keys = sorted(self._state.leases[lease].keys)
+        self._append([self._delete(self._state.items[key]) for key in keys])
+        del self._state.leases[lease]
+
+    def _settle(self) -> None:
+        """Let lapse what should have by now, in the order in which it should have."""
+        if not self.running:
+            return
+        now, leases = anyio.current_time(), self._state.leases
+        for _, id_ in sorted((lease.lapses_s, id_) for id_, lease in leases.items() if lease.lapses_s <= now):
+            self._lapse(id_)
+
+    def _renew_all(self) -> None:
+        now = anyio.current_time()
+        for lease in self._state.leases.values():
+            lease.deadline_s = now + lease.ttl_s
+        self._wake_all()
+
+    def _wake_all(self) -> None:
+        for watcher in self._watchers:
+            watcher.wake()
