@@ -1,0 +1,78 @@
+"""Which store this is: `meta/store` is made once, and replaced when the store turns out to have gone back in time.
+
+A store restored from a backup can have the same cluster id and serve the same keys with revisions that mean something
+else. `deploy/etcd/restore` writes a new incarnation before it lets anybody in; `HighWater` catches the restores that
+did not. It may only be told revisions of linearizable replies: those of followers, watches and keepalives lag.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Final
+
+from llmgw.core.ids import Ids
+from llmgw.core.record import StoreMeta
+from llmgw.core.snapshot import Kind, Ref
+from llmgw.errors import OutcomeUnknown, WentBack
+from llmgw.store import codec, keys
+from llmgw.store.port import Compare, KeyValue, PutOp, Store, absent, created_at, unchanged
+
+KEY: Final = keys.key(Ref(Kind.META))
+ELECTION: Final = keys.key(Ref(Kind.LEADER))
+
+log = logging.getLogger(__name__)
+
+
+class HighWater:
+    """The highest revision this process was ever told by a linearizable reply.
+
+    Ask `mark()` before a call and `check` its reply against that: of two calls in flight at once the later reply may
+    rightly carry the lower revision.
+    """
+
+    def __init__(self) -> None:
+        self._revision = 0
+
+    def mark(self) -> int:
+        """What a call sent now can't answer less than."""
+        return self._revision
+
+    def check(self, revision: int, *, mark: int) -> None:
+        """Take note of a reply. Raises WentBack: the store is not the one it was when the call was sent."""
+        if revision < mark:
+            raise WentBack(seen=mark, got=revision)
+        self._revision = max(self._revision, revision)
+
+    def restart(self, revision: int) -> None:
+        """Begin anew in a store of another incarnation."""
+        self._revision = revision
+
+
+async def ensure(store: Store, ids: Ids) -> None:
+    """Create `meta/store` unless it is there. Raises: Unavailable, Denied."""
+    while await store.get(KEY) is None:
+        meta = StoreMeta(incarnation=ids.token())
+        try:
+            result = await store.txn([absent(KEY)], [PutOp(key=KEY, value=codec.encode_stored(meta))])
+        except OutcomeUnknown:
+            continue  # if it landed, the next read sees it; if it lands later, the compare lets only one of them
+        if result.ok:
+            log.info("a new store: incarnation %s", meta.incarnation)
+
+
+async def replace(store: Store, ids: Ids, *, term: int, old: KeyValue | None) -> int | None:
+    """Say that this is another store than it was, as the leader of `term`; `old` is the `meta/store` that was read.
+
+    Returns:
+        The revision written at, None when somebody else was faster or the term is over.
+
+    Raises:
+        Unavailable, OutcomeUnknown, Denied. The same call again is harmless: it compares `old`.
+    """
+    compares: list[Compare] = [created_at(ELECTION, term), unchanged(KEY, 0 if old is None else old.mod_revision)]
+    meta = StoreMeta(incarnation=ids.token())
+    result = await store.txn(compares, [PutOp(key=KEY, value=codec.encode_stored(meta))])
+    if not result.ok:
+        return None
+    log.warning("the store went back in time (a restore): its incarnation is now %s", meta.incarnation)
+    return result.revision
