@@ -213,7 +213,7 @@ class Committer:
         raise Conflict(f"plan/head is at revision {self.head_rev}, not at {known}")
 
     def _take(self, head: KeyValue | None) -> None:
-        """Note where the head is. The chain is its mod revision; the counter is for people, so a corrupt one will do."""
+        """Note where the head is. The chain is its mod revision; the counter is only for people."""
         self.head_rev = 0 if head is None else head.mod_revision
         if head is None:
             self._commits = 0
