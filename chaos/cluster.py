@@ -1,0 +1,316 @@
+"""A running cluster as a chaos scenario sees it: its tree, its gateway, and its processes by pid.
+
+Either an `llmgw dev` that is up already (--data DIR), or one of its own in a temporary directory. Only processes that
+dev.json names, or that an agent reported as its engines, are ever signalled, and only while pid and start time agree.
+Time is real: every wait is for a condition, with a dead-line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import anyio
+import httpx2
+import psutil
+from llmgw.core.invariants import check
+from llmgw.store.etcd import EtcdStore, open_etcd
+
+from llmgw.config import EtcdConfig
+from llmgw.core.replica import ShardPhase, ShardReport
+from llmgw.core.snapshot import Index
+from llmgw.store import codec
+from llmgw.store.keys import ROOT
+
+REPO = Path(__file__).resolve().parent.parent
+T = TypeVar("T")
+
+
+class ScenarioFailed(Exception):
+    """The cluster did not do what it promises."""
+
+
+@dataclass
+class Streamed:
+    """One streamed answer: when each chunk came (monotonic seconds), the text, and how it ended."""
+
+    chunks: list[float] = field(default_factory=list)
+    text: str = ""
+    done: bool = False
+    error: str | None = None
+
+    def around(self, moment: float) -> tuple[int, int]:
+        """How many chunks came before and after `moment`."""
+        before = sum(1 for at in self.chunks if at < moment)
+        return before, len(self.chunks) - before
+
+
+class Cluster:
+    """Handle on one `llmgw dev`. `model` is what requests are sent to."""
+
+    def __init__(self, data: Path, store: EtcdStore, *, model: str) -> None:
+        self.data, self.store, self.model = data, store, model
+        self.state: dict[str, Any] = json.loads((data / "dev.json").read_text())
+        self.gateway: str = self.state["gateways"][0]
+        self.http = httpx2.AsyncClient(trust_env=False, timeout=httpx2.Timeout(60.0, connect=2.0))
+
+    # --- looking ---------------------------------------------------------------------------------------------------
+
+    async def index(self) -> Index:
+        """The whole tree, read linearizably."""
+        listing = await self.store.list([ROOT])
+        index = Index()
+        changes = [change for item in listing.items if (change := codec.change(item)) is not None]
+        index.reset(changes, revision=listing.revision)
+        return index
+
+    async def leader(self) -> tuple[int, int]:
+        """(term, pid) of the leading controller; (0, 0) while there is none."""
+        row = (await self.index()).leader
+        return (0, 0) if row is None or row.record is None else (row.create_revision, row.record.pid)
+
+    async def engines(self) -> list[ShardReport]:
+        """The shards that are ready now, as their agents report them."""
+        reports = (await self.index()).reports.records()
+        return [report for report in reports if report.phase is ShardPhase.READY and report.pid]
+
+    def pid(self, name: str) -> int:
+        """The pid of one process of the tree, freshly read."""
+        self.state = json.loads((self.data / "dev.json").read_text())
+        for process in self.state["processes"]:
+            if process["name"] == name:
+                return int(process["pid"])
+        raise ScenarioFailed(f"{name} does not run")
+
+    def names(self, kind: str) -> list[str]:
+        """The tree's processes whose name begins with `kind`."""
+        self.state = json.loads((self.data / "dev.json").read_text())
+        return [process["name"] for process in self.state["processes"] if process["name"].startswith(kind)]
+
+    async def judge(self) -> None:
+        """Hold the tree against the invariants. Raises ScenarioFailed."""
+        found = check(await self.index())
+        if found:
+            raise ScenarioFailed("; ".join(str(violation) for violation in found))
+
+    # --- doing -----------------------------------------------------------------------------------------------------
+
+    def signal(self, pid: int, number: signal.Signals) -> None:
+        """Signal a process of this cluster. Raises ScenarioFailed for one that is none."""
+        mine = {int(process["pid"]) for process in json.loads((self.data / "dev.json").read_text())["processes"]}
+        if pid not in mine and not self._is_engine(pid):
+            raise ScenarioFailed(f"pid {pid} is no process of {self.data}")
+        os.kill(pid, number)
+
+    def _is_engine(self, pid: int) -> bool:
+        agents = [self.pid(name) for name in self.names("node-")]
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            return "LLMGW_SHARD" in process.environ() and process.ppid() in (1, *agents)
+        return False
+
+    async def ask(self, text: str = "Say hello.", *, max_tokens: int = 8) -> httpx2.Response:
+        """One whole answer."""
+        body = {"model": self.model, "messages": [{"role": "user", "content": text}], "max_tokens": max_tokens}
+        return await self.http.post(f"{self.gateway}/v1/chat/completions", json=body)
+
+    async def stream(
+        self, into: Streamed, *, text: str, max_tokens: int, on_text: Callable[[str], None] | None = None
+    ) -> None:
+        """One streamed answer, told as it comes."""
+        body = {
+            "model": self.model,
+            "messages": [{"role": "user", "content": text}],
+            "max_tokens": max_tokens,
+            "stream": True,
+        }
+        try:
+            async with self.http.stream("POST", f"{self.gateway}/v1/chat/completions", json=body) as answer:
+                if answer.status_code != httpx2.codes.OK:
+                    into.error = f"{answer.status_code}: {(await answer.aread()).decode(errors='replace')}"
+                    return
+                async for line in answer.aiter_lines():
+                    if not line.startswith("data:"):
+                        continue
+                    data = line.removeprefix("data:").strip()
+                    if data == "[DONE]":
+                        into.done = True
+                        continue
+                    event = json.loads(data)
+                    if "error" in event:
+                        into.error = json.dumps(event["error"])
+                        continue
+                    into.chunks.append(anyio.current_time())
+                    piece = "".join(choice["delta"].get("content") or "" for choice in event["choices"])
+                    into.text += piece
+                    if on_text is not None:
+                        on_text(piece)
+        except httpx2.HTTPError as error:
+            into.error = f"{type(error).__name__}: {error}"
+
+    async def until(self, what: str, condition: Callable[[], Awaitable[T | None]], *, limit_s: float) -> T:
+        """Await `condition` to give something truthy. Raises ScenarioFailed at the dead-line."""
+        with anyio.move_on_after(limit_s):
+            while True:
+                found = await condition()
+                if found:
+                    return found
+                await anyio.sleep(0.05)
+        raise ScenarioFailed(f"{what}: not within {limit_s:.0f} s")
+
+    async def serving(self, *, limit_s: float = 120.0) -> None:
+        """Wait until the model answers."""
+
+        async def answers() -> bool:
+            try:
+                return (await self.ask(max_tokens=1)).status_code == httpx2.codes.OK
+            except httpx2.HTTPError:
+                return False
+
+        await self.until(f"{self.model} answers", answers, limit_s=limit_s)
+
+    async def another_leader(self, term: int, *, limit_s: float = 60.0) -> int:
+        """Wait for a term above `term`; gives it."""
+
+        async def led() -> int | None:
+            now, _ = await self.leader()
+            return now if now > term else None
+
+        return await self.until(f"a term above {term}", led, limit_s=limit_s)
+
+
+@contextlib.asynccontextmanager
+async def opened(data: Path, *, model: str) -> AsyncIterator[Cluster]:
+    """The cluster that runs on `data`."""
+    state = json.loads((data / "dev.json").read_text())
+    async with open_etcd(EtcdConfig(endpoints=tuple(state["etcd"]))) as store:
+        cluster = Cluster(data, store, model=model)
+        async with cluster.http:
+            yield cluster
+
+
+@contextlib.asynccontextmanager
+async def started(
+    *, settings: Path, catalog: Path, model: str, model_dir: Path, extra: tuple[str, ...] = ()
+) -> AsyncIterator[Cluster]:
+    """A cluster of our own in a temporary directory, with `catalog` applied and `model` answering."""
+    with tempfile.TemporaryDirectory(prefix="llmgw-chaos-") as folder:
+        data, log = Path(folder) / "data", Path(folder) / "log"
+        argv = [sys.executable, "-m", "llmgw.cli.main", "dev", "--data", str(data), "--settings", str(settings)]
+        argv += ["--model-dir", str(model_dir), *extra]
+        with log.open("wb") as output:
+            process = subprocess.Popen(  # noqa: ASYNC220  # returns at once; its end is awaited below
+                argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+            )
+        try:
+            await _until_file(data / "env", process)
+            async with opened(data, model=model) as cluster:
+                run_cli(cluster, "apply", "-f", str(catalog))
+                await cluster.serving()
+                yield cluster
+        except BaseException:
+            sys.stderr.write(log.read_text(errors="replace")[-20_000:])
+            raise
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(90)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+                raise
+            left = leftovers(data)
+            if left:
+                raise ScenarioFailed(f"left behind: {left}")
+
+
+def run_cli(cluster: Cluster, *args: str) -> str:
+    """Run `llmgw ARGS` against the cluster; its standard output. Raises ScenarioFailed on a non-zero exit."""
+    env = {**os.environ, "LLMGW_ETCD": ",".join(cluster.state["etcd"])}
+    done = subprocess.run(
+        [sys.executable, "-m", "llmgw.cli.main", *args], env=env, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise ScenarioFailed(f"llmgw {' '.join(args)} exited {done.returncode}: {done.stderr}")
+    return done.stdout
+
+
+async def _until_file(path: Path, process: subprocess.Popen[bytes]) -> None:
+    with anyio.move_on_after(120):
+        while not await anyio.Path(path).exists():
+            if process.poll() is not None:
+                raise ScenarioFailed(f"llmgw dev ended with {process.returncode}")
+            await anyio.sleep(0.1)
+        return
+    raise ScenarioFailed("llmgw dev was not ready within 120 s")
+
+
+def leftovers(data: Path) -> list[str]:
+    """Processes that still speak of `data` in argv, or were started as its engines."""
+    out = []
+    for process in psutil.process_iter(["pid", "cmdline", "environ"]):
+        line = " ".join(process.info["cmdline"] or [])
+        marks = (process.info["environ"] or {}).get("LLMGW_DATA_DIR", "")
+        if process.pid != os.getpid() and (f"{data}/" in line or marks.startswith(f"{data}/")):
+            out.append(f"{process.pid} {line[:120]}")
+    return out
+
+
+def say(text: str) -> None:
+    """One line of the scenario's story."""
+    print(f"{time.strftime('%H:%M:%S')}  {text}", flush=True)
+
+
+Scenario = Callable[[Cluster], Awaitable[None]]
+
+
+def tiny_models() -> Path:
+    """Folder of the generated test models; makes the slow one (about 40 tokens a second) when it is missing."""
+    folder = REPO / ".tools" / "models"
+    slow = folder / "slow.gguf"
+    if not slow.exists():
+        fresh = slow.with_suffix(f".{os.getpid()}")
+        subprocess.run(
+            [sys.executable, "-m", "llmgw.testing.tiny_gguf", str(fresh), "--ff", "16384"], check=True, timeout=120
+        )
+        shutil.move(fresh, slow)
+    return folder
+
+
+def main(scenario: Scenario) -> None:
+    """Entry of every scenario file: `--data DIR --model NAME` for a cluster that is up, else one of its own."""
+    parser = argparse.ArgumentParser(description=sys.modules[scenario.__module__].__doc__)
+    parser.add_argument("--data", type=Path, help="data directory of a running `llmgw dev` (default: start one)")
+    parser.add_argument("--model", default="slow", help="the model that requests go to (default: %(default)s)")
+    options = parser.parse_args()
+
+    async def run() -> None:
+        if options.data is not None:
+            async with opened(options.data, model=options.model) as cluster:
+                await scenario(cluster)
+        else:
+            fast, catalog = REPO / "chaos" / "fast.yaml", REPO / "chaos" / "catalog.yaml"
+            async with started(settings=fast, catalog=catalog, model="slow", model_dir=tiny_models()) as cluster:
+                await scenario(cluster)
+
+    try:
+        anyio.run(run, backend="trio")
+    except ScenarioFailed as error:
+        sys.exit(f"failed: {error}")
+    except BaseExceptionGroup as group:
+        first = group.split(ScenarioFailed)[0]
+        if first is None:
+            raise
+        sys.exit(f"failed: {first.exceptions[0]}")
