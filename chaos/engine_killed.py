@@ -5,7 +5,8 @@ from __future__ import annotations
 import signal
 
 import anyio
-import cluster
+
+from chaos import cluster
 
 
 async def scenario(at: cluster.Cluster) -> None:

@@ -6,9 +6,9 @@ import signal
 from collections import Counter
 
 import anyio
-import cluster
 import yaml
 
+from chaos import cluster
 from llmgw.core.node import Liveness
 from llmgw.core.snapshot import Index
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import signal
 
 import anyio
-import cluster
+
+from chaos import cluster
 
 PROMPT = "Tell me a long story about a river, a bridge and a keeper who reads letters by the lamp."
 

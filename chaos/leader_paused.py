@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 
-import cluster
+from chaos import cluster
 
 
 async def scenario(at: cluster.Cluster) -> None:

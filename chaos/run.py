@@ -9,7 +9,8 @@ import importlib
 import sys
 
 import anyio
-import cluster
+
+from chaos import cluster
 
 SCENARIOS = ("leader_killed", "leader_paused", "agent_killed", "engine_killed", "etcd_gone")
 
@@ -22,7 +23,7 @@ async def run(names: list[str]) -> None:
     ) as at:
         for name in names:
             cluster.say(f"== {name}")
-            await importlib.import_module(name).scenario(at)
+            await importlib.import_module(f"chaos.{name}").scenario(at)
             await at.serving()
     cluster.say(f"{len(names)} passed, 0 failed")
 
