@@ -14,6 +14,9 @@ import msgspec
 from llmgw.core.record import Record
 from llmgw.core.units import gb_to_bytes
 
+ENGINES: Final = ("llama.cpp", "sglang", "vllm")
+"""The engines that agents know how to start. A profile, an engine wish and an agent's named engine name one of these."""
+
 START_S: Final = 600.0
 """Default start budget of a profile, seconds. Source: a 70 GB model from a shared filer at 150 MB/s needs ~8 min."""
 

@@ -1,8 +1,4 @@
-"""What each process can be told: one frozen Struct a process, its defaults and their reasons.
-
-Read from YAML by `llmgw.core.document` rules: unknown keys are refused with line and nearest name; relative paths are
-relative to the file. Secrets come from `*_file` settings, never from the text itself.
-"""
+"""What each process can be told: one frozen Struct a process, its defaults and their reasons. Types only."""
 
 from __future__ import annotations
 
@@ -40,6 +36,12 @@ class EtcdConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
     read_timeout_s: float = 2.0
     watch_silence_s: float = 6.0
     relist_s: float = 420.0
+
+
+class ClientConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the command `llmgw` needs to reach the store. It has no file: options and LLMGW_ETCD only."""
+
+    etcd: EtcdConfig = EtcdConfig()
 
 
 class ControllerConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
