@@ -180,7 +180,7 @@ class Committer:
                     raise
                 return  # the head has moved: the one that timed out has landed, or an earlier attempt at this
             except (Unavailable, OutcomeUnknown) as error:
-                log.warning("an unknown outcome is not settled yet: %s", error)
+                log.warning("an unknown outcome is not settled yet", extra={"fields": {"why": str(error)}})
                 await anyio.sleep(RETRY_S)
             else:
                 return
@@ -221,5 +221,5 @@ class Committer:
         try:
             self._commits = cast("Head", codec.decode(Ref(Kind.HEAD), head.value)).commits
         except CorruptRecord as error:
-            log.error("%s; counting on from its version, %d", error, head.version)  # noqa: TRY400  # a trace tells nothing
+            log.error("corrupt record", extra={"fields": {"key": error.key, "why": error.why}})  # noqa: TRY400  # a value, not a fault
             self._commits = head.version

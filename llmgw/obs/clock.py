@@ -24,6 +24,11 @@ def system_wall() -> float:
     return time.time()
 
 
+def system_jitter() -> float:
+    """From [0, 1), evenly: what spreads retries of many clients over time."""
+    return secrets.randbelow(2**53) / 2**53
+
+
 def now(wall: WallClock) -> Now:
     """This moment on both clocks."""
     return Now(wall_s=wall(), mono_s=anyio.current_time())

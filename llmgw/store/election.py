@@ -24,6 +24,7 @@ from llmgw.core.record import FORMAT, Leader, StoreMeta
 from llmgw.core.snapshot import Kind, Ref
 from llmgw.errors import CorruptRecord, Denied, Invalid, LeaseLost, LostTerm, OutcomeUnknown, Problem, StoreError
 from llmgw.store import codec, keys
+from llmgw.store.follow import ungrouped
 from llmgw.store.port import PutOp, Store, absent
 
 KEY: Final = keys.key(Ref(Kind.LEADER))
@@ -31,6 +32,9 @@ META: Final = keys.key(Ref(Kind.META))
 
 RETRY_S: Final = 0.5
 """Pause after a failed call. A call that is refused at once must not become a hot loop."""
+
+SAY_AGAIN_S: Final = 60.0
+"""A standby that can only wait repeats its one log line this often."""
 
 log = logging.getLogger(__name__)
 
@@ -100,19 +104,15 @@ async def lead(
     reign = _Reign(store, term, ttl_s=ttl_s, keepalive_s=keepalive_s, margin_s=margin_s)
     finished = False
     try:
-        async with anyio.create_task_group() as tasks:
-            reign.scope = tasks.cancel_scope
-            tasks.cancel_scope.deadline = term.until_mono_s
-            tasks.start_soon(reign.renew)
-            tasks.start_soon(reign.watch)
-            yield term
-            finished = True
-            tasks.cancel_scope.cancel()
-    except BaseExceptionGroup as group:
-        # The group is the task group's wrapping; callers want the body's own exception.
-        if len(group.exceptions) == 1:
-            raise group.exceptions[0] from None
-        raise
+        with ungrouped():
+            async with anyio.create_task_group() as tasks:
+                reign.scope = tasks.cancel_scope
+                tasks.cancel_scope.deadline = term.until_mono_s
+                tasks.start_soon(reign.renew)
+                tasks.start_soon(reign.watch)
+                yield term
+                finished = True
+                tasks.cancel_scope.cancel()
     finally:
         if not reign.lease_lost:
             await _revoke(store, term.lease, within_s=call_timeout_s)
@@ -127,7 +127,8 @@ class _Campaign:
         self._store = store
         self._value = codec.encode_stored(leader)
         self._ttl_s, self._margin_s, self._call_timeout_s = ttl_s, margin_s, call_timeout_s
-        self._said = ""
+        self._said: tuple[str, dict[str, object]] = ("", {})
+        self._said_mono_s = 0.0
 
     async def win(self) -> Term:
         """Wait until the key is free, take it. Store trouble is waited out. Raises: Denied."""
@@ -138,14 +139,15 @@ class _Campaign:
             except Denied:
                 raise
             except StoreError as error:
-                self._say(logging.WARNING, f"can't stand for election: {error}")
+                self._say(logging.WARNING, "can't stand for election", why=str(error))
                 await anyio.sleep(RETRY_S)
 
-    def _say(self, level: int, text: str) -> None:
-        """Log `text` unless it is what was said last."""
-        if text != self._said:
-            self._said = text
-            log.log(level, text)
+    def _say(self, level: int, text: str, **fields: object) -> None:
+        """Log this unless it is what was said last, less than `SAY_AGAIN_S` ago."""
+        said, now = (text, fields), anyio.current_time()
+        if said != self._said or now >= self._said_mono_s + SAY_AGAIN_S:
+            self._said, self._said_mono_s = said, now
+            log.log(level, text, extra={"fields": fields})
 
     async def _may_stand(self) -> bool:
         """Whether this program may write the store's format. If not, comes back when that may have changed."""
@@ -160,7 +162,7 @@ class _Campaign:
                 if meta.format <= FORMAT:
                     return True
                 why = f"the store's format is {meta.format}, this controller knows up to {FORMAT}: upgrade it"
-        self._say(logging.WARNING, f"not standing for election: {why}")
+        self._say(logging.WARNING, "not standing for election", why=why)
         await _change(self._store, META, listing.revision, within_s=self._ttl_s)
         return False
 
@@ -170,7 +172,7 @@ class _Campaign:
         if not listing.items:
             return True
         holder = listing.items[0]
-        self._say(logging.INFO, f"standing by: term {holder.create_revision} is led by {_holder(holder.value)}")
+        self._say(logging.INFO, "standing by", term=holder.create_revision, leader=_holder(holder.value))
         await _change(self._store, KEY, listing.revision, within_s=self._ttl_s)
         return False
 
@@ -228,7 +230,7 @@ class _Reign:
             except StoreError as error:
                 term.failed_mono_s = anyio.current_time()
                 left_s = term.until_mono_s - term.failed_mono_s
-                log.warning("a keepalive failed, leading for %.1f s more: %s", max(0.0, left_s), error)
+                log.warning("a keepalive failed", extra={"fields": {"why": str(error), "left_s": round(left_s, 1)}})
                 await anyio.sleep(RETRY_S)
                 continue
             term.renewed_mono_s = sent_s
@@ -245,7 +247,7 @@ class _Reign:
                     return
                 await _change(self._store, KEY, listing.revision, within_s=self._ttl_s)
             except StoreError as error:
-                log.debug("can't watch the election key: %s", error)
+                log.debug("can't watch the election key", extra={"fields": {"why": str(error)}})
                 await anyio.sleep(RETRY_S)
 
     def _end(self, why: str) -> None:
@@ -268,7 +270,7 @@ async def _revoke(store: Store, lease: int, *, within_s: float) -> None:
         try:
             await store.revoke(lease)
         except StoreError as error:
-            log.warning("lease %x could not be revoked and will lapse by itself: %s", lease, error)
+            log.warning("can't revoke the lease; it will lapse", extra={"fields": {"lease": lease, "why": str(error)}})
 
 
 def _holder(value: bytes) -> str:

@@ -57,7 +57,7 @@ async def ensure(store: Store, ids: Ids) -> None:
         except OutcomeUnknown:
             continue  # if it landed, the next read sees it; if it lands later, the compare lets only one of them
         if result.ok:
-            log.info("a new store: incarnation %s", meta.incarnation)
+            log.info("a new store", extra={"fields": {"incarnation": meta.incarnation}})
 
 
 async def replace(store: Store, ids: Ids, *, term: int, old: KeyValue | None) -> int | None:
@@ -74,5 +74,5 @@ async def replace(store: Store, ids: Ids, *, term: int, old: KeyValue | None) ->
     result = await store.txn(compares, [PutOp(key=KEY, value=codec.encode_stored(meta))])
     if not result.ok:
         return None
-    log.warning("the store went back in time (a restore): its incarnation is now %s", meta.incarnation)
+    log.warning("the store went back in time (a restore)", extra={"fields": {"incarnation": meta.incarnation}})
     return result.revision
