@@ -1,0 +1,62 @@
+"""Fixtures for every test: real etcd, both async backends, and Hypothesis made to repeat itself."""
+
+import os
+from collections.abc import Callable, Iterator
+
+import hypothesis
+import pytest
+
+from llmgw.testing.etcd import Etcd
+
+# A run in CI draws the same examples every time; `HYPOTHESIS_PROFILE=explore` draws new ones, and more.
+hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, max_examples=100, print_blob=True)
+hypothesis.settings.register_profile("explore", deadline=None, max_examples=2000, print_blob=True)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+StartEtcd = Callable[..., Etcd]
+
+
+@pytest.fixture(params=["trio", "asyncio"])
+def anyio_backend(request: pytest.FixtureRequest) -> str:
+    """Tests marked `anyio` run on both; a module that is for one only overrides this fixture."""
+    backend: str = request.param
+    return backend
+
+
+@pytest.fixture(scope="session")
+def start_etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartEtcd]:
+    """`start_etcd(members=1, tls=False, auth=False)` starts a cluster of one's own; ended with the session."""
+    started: list[Etcd] = []
+
+    def start(*, members: int = 1, tls: bool = False, auth: bool = False) -> Etcd:
+        etcd = Etcd(tmp_path_factory.mktemp("etcd"), members=members, tls=tls, auth=auth)
+        started.append(etcd)
+        return etcd
+
+    yield start
+    for etcd in started:
+        etcd.close()
+
+
+@pytest.fixture(scope="session")
+def _etcd_of_session(start_etcd: StartEtcd) -> Etcd:
+    return start_etcd()
+
+
+@pytest.fixture(scope="session")
+def _etcd3_of_session(start_etcd: StartEtcd) -> Etcd:
+    return start_etcd(members=3)
+
+
+@pytest.fixture
+def etcd(_etcd_of_session: Etcd) -> Etcd:
+    """One member, shared by the session, healthy and empty at the start of each test."""
+    _etcd_of_session.heal()
+    return _etcd_of_session
+
+
+@pytest.fixture
+def etcd3(_etcd3_of_session: Etcd) -> Etcd:
+    """Three members, shared by the session, all healthy and empty at the start of each test."""
+    _etcd3_of_session.heal()
+    return _etcd3_of_session
