@@ -3,8 +3,9 @@
 Only the type that a value is meant for decides what it becomes: `no` is text where text is wanted, and refused where
 true or false is. Unknown keys are refused with the nearest known one. Every problem is collected, not only the first.
 
-Invariants: a `Reader` without problems has used every key of the tree; a value is given out only if nothing below it is
-a problem. Not here: whether values make sense together (`llmgw.core.catalog_load`, `llmgw.config`).
+Invariant: a `Reader` that finishes has used every key of the tree and read every value. Until then a Struct may hold a
+default in place of what could not be read, so that the rest of it can be judged in the same run.
+Not here: whether values make sense together (`llmgw.core.catalog_load`, `llmgw.config`).
 """
 
 from __future__ import annotations
@@ -69,9 +70,9 @@ class Reader:
     def convert(
         self, node: Tree, kind: type[T], path: Path = (), *, given: Mapping[str, Any] | None = None
     ) -> T | Failed:
-        """`node` as a `kind` (a Struct, or what a Struct's fields may be), or FAILED.
+        """`node` as a `kind` (a Struct, or what a Struct's fields may be), or FAILED where no default helps.
 
-        `given`: fields whose values come from elsewhere, such as the key an entry stands under; not allowed inside.
+        Usable only after `finish` found nothing. `given`: fields whose values come from elsewhere, such as the key an entry stands under; not allowed inside.
         """
         value: T | Failed = self._value(node, _type_info(kind), path, given or {})
         return value
@@ -103,19 +104,19 @@ class Reader:
             return self._wrong(node, path, "a mapping (key: value)")
         known = {field.name: field for field in info.fields if field.name not in given}
         values: dict[str, Any] = dict(given)
-        whole = True
         for key, value in node.entries:
             field = known.get(key.text)
             if field is None:
                 self.unknown(key, (*path, key.text), known)
-                whole = False
-                continue
-            values[key.text] = self._value(value, field.type, (*path, key.text), {})
+            else:
+                values[key.text] = self._value(value, field.type, (*path, key.text), {})
         for field in known.values():
             if field.required and field.name not in values:
                 self.add(node, (*path, field.name), "is missing")
-                whole = False
-        return info.cls(**values) if whole and _complete(values.values()) else FAILED
+                values[field.name] = FAILED
+            elif not field.required and values.get(field.name) is FAILED:
+                del values[field.name]
+        return info.cls(**values) if _complete(values.values()) else FAILED
 
     def _dict(self, node: Tree, info: inspect.DictType, path: Path) -> Any:
         if not isinstance(node, Fields):
