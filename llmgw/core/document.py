@@ -72,7 +72,8 @@ class Reader:
     ) -> T | Failed:
         """`node` as a `kind` (a Struct, or what a Struct's fields may be), or FAILED where no default helps.
 
-        Usable only after `finish` found nothing. `given`: fields whose values come from elsewhere, such as the key an entry stands under; not allowed inside.
+        Usable only after `finish` found nothing. `given`: fields whose values come from elsewhere, such as the key that
+        an entry stands under; they are not allowed inside.
         """
         value: T | Failed = self._value(node, _type_info(kind), path, given or {})
         return value
