@@ -6,7 +6,7 @@ facts and counters, no judgement: `unhealthy` is the one rule, and the health ch
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -73,16 +73,17 @@ class StoreFigures(Protocol):
 class ControllerStatus:
     """The state of one controller.
 
-    `renew_within_s`: a leader whose last good keepalive is older is not renewing. `term`, `mirror` None: does not lead,
-    does not follow yet. Counters are since the start of the process: `terms` won, `passes` by what they did (`wrote`,
-    `idle`), `commits` by outcome (`landed`, `conflict`, `failed`), `rejected` groups that no transaction can hold,
-    `writes` groups landed by cause. `pass_s`: seconds spent deciding, in all.
+    `renew_within_s`: a leader whose last good keepalive is older is not renewing. `term` None: does not lead; `mirror`,
+    `store` None: not connected yet. Counters are since the start of the process: `terms` won, `passes` by what they did
+    (`wrote`, `idle`), `commits` by outcome (`landed`, `conflict`, `failed`), `rejected` groups that no transaction can
+    hold, `writes` groups landed by cause. `pass_s`: seconds spent deciding, in all.
     """
 
     leader: Leader
     renew_within_s: float
     term: Reign | None = None
     mirror: Reflection | None = None
+    store: Callable[[], StoreFigures] | None = None
     terms: int = 0
     passes: dict[str, int] = field(default_factory=lambda: {"wrote": 0, "idle": 0})
     commits: dict[str, int] = field(default_factory=lambda: {"landed": 0, "conflict": 0, "failed": 0})
