@@ -187,11 +187,16 @@ class Following:
             return "went_back"
 
     def _hand_over(self, batch: Batch) -> bool:
-        """Put `batch` into the buffer; False if the reader is too slow. Mere word of progress may be left out."""
+        """Put `batch` into the buffer; False if the reader is too slow.
+
+        Mere word of progress is left out while anything else waits there: it must not crowd out events.
+        """
+        if not batch.events and self._receive.statistics().current_buffer_used:
+            return True
         try:
             self._send.send_nowait(batch)
         except anyio.WouldBlock:
-            return not batch.events
+            return False
         self.revision = max(self.revision, batch.revision)
         for event in batch.events:
             if event.value is None:
