@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+from collections.abc import Mapping
 from typing import Final
 
 import msgspec
@@ -15,7 +16,7 @@ from llmgw.core.record import Record
 from llmgw.core.units import gb_to_bytes
 
 ENGINES: Final = ("llama.cpp", "sglang", "vllm")
-"""The engines that agents know how to start. A profile, an engine wish and an agent's named engine name one of these."""
+"""The engines that agents know how to start: what a profile, an engine wish and an agent's named engine may name."""
 
 START_S: Final = 600.0
 """Default start budget of a profile, seconds. Source: a 70 GB model from a shared filer at 150 MB/s needs ~8 min."""
@@ -100,6 +101,14 @@ class EngineSpec(Record, frozen=True, kw_only=True):
     name: str
     version: str
     source: str = "github"
+
+
+class Catalog(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything of a catalog, by name: what the files say, or what the store holds."""
+
+    models: Mapping[str, ModelSpec] = {}
+    aliases: Mapping[str, Alias] = {}
+    engines: Mapping[str, EngineSpec] = {}
 
 
 class NodeSpec(Record, frozen=True, kw_only=True):

@@ -167,7 +167,7 @@ class Reader:
             case Text() if node.null:
                 what = f"is {node.text or 'empty'} and must be {expected}: give a value or remove the line"
                 if expected == "text":
-                    what += f"; write '{node.text}' in quotes if that is the text"
+                    what += f"; if the text is meant, write '{node.text}' with the quotes"
             case Text():
                 what = f"must be {expected}, not the text {show(node.text)}"
             case Items():
