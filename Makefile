@@ -1,16 +1,43 @@
-# `make help` lists the targets.
+# `make help` lists the targets. Each does what it needs first: a fresh clone and one target are enough.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
+PYTHON := .venv/bin/python
 
 .PHONY: help
-help:
+help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 .PHONY: setup
 setup: ## make this checkout ready: Debian packages, .tools/, .venv/, the tiny model
-	scripts/setup
+	@scripts/setup
+
+.PHONY: check
+check: setup ## format, lint, types, direction of imports, shell syntax, entries of the mutants
+	.venv/bin/ruff format --check
+	.venv/bin/ruff check
+	.venv/bin/mypy
+	.venv/bin/lint-imports --no-logo
+	for script in scripts/setup scripts/fresh deploy/etcd/start deploy/etcd/roles .ci/run; do bash -n $$script || exit 1; done
+	$(PYTHON) scripts/mutants.py --check
+
+.PHONY: test
+test: setup ## every test; T='tests/unit -k word' for some
+	$(PYTHON) -m pytest $(T)
+
+.PHONY: mutants
+mutants: setup ## one small bug at a time, each must be noticed; M='--only A-01' for some
+	$(PYTHON) scripts/mutants.py $(M)
+
+.PHONY: fresh
+fresh: ## `make test` of HEAD in a new Debian (debootstrap chroot; needs root)
+	scripts/fresh
 
 .PHONY: lock
 lock: ## resolve requirements.lock anew from pyproject.toml (UV=… where uv is not on PATH)
 	$(or $(UV),uv) pip compile --quiet --universal --python-version 3.11 --generate-hashes --all-extras \
 		--custom-compile-command "make lock" --output-file requirements.lock pyproject.toml
+
+.PHONY: clean
+clean: ## remove caches and builds; keeps .venv/ and .tools/ (rm -r them to set up anew)
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .coverage*
+	find llmgw agent tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +
