@@ -112,6 +112,8 @@ class FaultyStore:
 
     @link.setter
     def link(self, link: Link) -> None:
+        if link is self._link:
+            return
         self._link = link
         for stream in self._watches:
             stream.cut()
