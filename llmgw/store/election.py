@@ -25,6 +25,7 @@ from llmgw.core.snapshot import Kind, Ref
 from llmgw.errors import CorruptRecord, Denied, Invalid, LeaseLost, LostTerm, OutcomeUnknown, Problem, StoreError
 from llmgw.store import codec, keys
 from llmgw.store.follow import ungrouped
+from llmgw.store.incarnation import HighWater
 from llmgw.store.port import PutOp, Store, absent
 
 KEY: Final = keys.key(Ref(Kind.LEADER))
@@ -84,13 +85,20 @@ def check_durations(*, ttl_s: float, keepalive_s: float, margin_s: float, call_t
 
 @asynccontextmanager
 async def lead(
-    store: Store, leader: Leader, *, ttl_s: float, keepalive_s: float, margin_s: float, call_timeout_s: float
+    store: Store,
+    leader: Leader,
+    *,
+    ttl_s: float,
+    keepalive_s: float,
+    margin_s: float,
+    call_timeout_s: float,
+    high_water: HighWater | None = None,
 ) -> AsyncIterator[Term]:
     """Stand for election until won, then run the body as leader.
 
     The body is cancelled as soon as leadership may be over. However it ends, the lease is revoked if that is still
     possible, so that the next leader acts within half a second. It does not stand while `meta/store` is absent,
-    unreadable or of a newer format than this program knows.
+    unreadable or of a newer format than this program knows. `high_water` is told what is read while standing.
 
     Raises:
         Invalid: the durations don't fit (`check_durations`), before anything is sent.
@@ -98,7 +106,14 @@ async def lead(
         Denied: the store refuses us. Anything the body raises passes through as it is.
     """
     check_durations(ttl_s=ttl_s, keepalive_s=keepalive_s, margin_s=margin_s, call_timeout_s=call_timeout_s)
-    campaign = _Campaign(store, leader, ttl_s=ttl_s, margin_s=margin_s, call_timeout_s=call_timeout_s)
+    campaign = _Campaign(
+        store,
+        leader,
+        ttl_s=ttl_s,
+        margin_s=margin_s,
+        call_timeout_s=call_timeout_s,
+        high_water=high_water or HighWater(),
+    )
     term = await campaign.win()
     log.info("leading", extra={"fields": {"term": term.number, "id": leader.id}})
     reign = _Reign(store, term, ttl_s=ttl_s, keepalive_s=keepalive_s, margin_s=margin_s)
@@ -123,8 +138,18 @@ async def lead(
 class _Campaign:
     """Standing for election."""
 
-    def __init__(self, store: Store, leader: Leader, *, ttl_s: float, margin_s: float, call_timeout_s: float) -> None:
+    def __init__(
+        self,
+        store: Store,
+        leader: Leader,
+        *,
+        ttl_s: float,
+        margin_s: float,
+        call_timeout_s: float,
+        high_water: HighWater,
+    ) -> None:
         self._store = store
+        self._high_water = high_water
         self._value = codec.encode_stored(leader)
         self._ttl_s, self._margin_s, self._call_timeout_s = ttl_s, margin_s, call_timeout_s
         self._said: tuple[str, dict[str, object]] = ("", {})
@@ -159,6 +184,7 @@ class _Campaign:
             except CorruptRecord as error:
                 why = str(error)
             else:
+                self._high_water.note(meta.incarnation, listing.revision)
                 if meta.format <= FORMAT:
                     return True
                 why = f"the store's format is {meta.format}, this controller knows up to {FORMAT}: upgrade it"

@@ -8,12 +8,12 @@ did not. It may only be told revisions of linearizable replies: those of followe
 from __future__ import annotations
 
 import logging
-from typing import Final
+from typing import Final, cast
 
 from llmgw.core.ids import Ids
 from llmgw.core.record import StoreMeta
 from llmgw.core.snapshot import Kind, Ref
-from llmgw.errors import OutcomeUnknown, WentBack
+from llmgw.errors import CorruptRecord, OutcomeUnknown, WentBack
 from llmgw.store import codec, keys
 from llmgw.store.port import Compare, KeyValue, PutOp, Store, absent, created_at, unchanged
 
@@ -24,13 +24,14 @@ log = logging.getLogger(__name__)
 
 
 class HighWater:
-    """The highest revision this process was ever told by a linearizable reply.
+    """The highest revision this process was ever told by a linearizable reply, in the present incarnation of the store.
 
-    Ask `mark()` before a call and `check` its reply against that: of two calls in flight at once the later reply may
+    Ask `mark()` before a call and check its reply against that: of two calls in flight at once the later reply may
     rightly carry the lower revision.
     """
 
     def __init__(self) -> None:
+        self._incarnation = ""
         self._revision = 0
 
     def mark(self) -> int:
@@ -43,9 +44,30 @@ class HighWater:
             raise WentBack(seen=mark, got=revision)
         self._revision = max(self._revision, revision)
 
-    def restart(self, revision: int) -> None:
-        """Begin anew in a store of another incarnation."""
-        self._revision = revision
+    def see(self, meta: KeyValue | None, revision: int, *, mark: int) -> None:
+        """As `check`, of a reply with `meta/store`; another incarnation begins anew, an unreadable one says nothing."""
+        incarnation = "" if meta is None else _incarnation(meta.value)
+        if incarnation and incarnation != self._incarnation:
+            self.begin(incarnation, revision)
+        elif incarnation:
+            self.check(revision, mark=mark)
+
+    def note(self, incarnation: str, revision: int) -> None:
+        """As `see`, without judging: for those who do not lead."""
+        if incarnation != self._incarnation:
+            self.begin(incarnation, revision)
+        self._revision = max(self._revision, revision)
+
+    def begin(self, incarnation: str, revision: int) -> None:
+        """From here on the store is `incarnation`: what earlier ones had reached means nothing."""
+        self._incarnation, self._revision = incarnation, revision
+
+
+def _incarnation(value: bytes) -> str:
+    try:
+        return cast("StoreMeta", codec.decode(Ref(Kind.META), value)).incarnation
+    except CorruptRecord:
+        return ""
 
 
 async def ensure(store: Store, ids: Ids) -> None:
@@ -60,7 +82,7 @@ async def ensure(store: Store, ids: Ids) -> None:
             log.info("a new store", extra={"fields": {"incarnation": meta.incarnation}})
 
 
-async def replace(store: Store, ids: Ids, *, term: int, old: KeyValue | None) -> int | None:
+async def replace(store: Store, ids: Ids, *, term: int, old: KeyValue, high_water: HighWater) -> int | None:
     """Say that this is another store than it was, as the leader of `term`; `old` is the `meta/store` that was read.
 
     Returns:
@@ -69,10 +91,11 @@ async def replace(store: Store, ids: Ids, *, term: int, old: KeyValue | None) ->
     Raises:
         Unavailable, OutcomeUnknown, Denied. The same call again is harmless: it compares `old`.
     """
-    compares: list[Compare] = [created_at(ELECTION, term), unchanged(KEY, 0 if old is None else old.mod_revision)]
+    compares: list[Compare] = [created_at(ELECTION, term), unchanged(KEY, old.mod_revision)]
     meta = StoreMeta(incarnation=ids.token())
     result = await store.txn(compares, [PutOp(key=KEY, value=codec.encode_stored(meta))])
     if not result.ok:
         return None
+    high_water.begin(meta.incarnation, result.revision)
     log.warning("the store went back in time (a restore)", extra={"fields": {"incarnation": meta.incarnation}})
     return result.revision
