@@ -57,9 +57,9 @@ class ApplyPlan(msgspec.Struct, frozen=True, kw_only=True):
     left: tuple[Ref, ...]
 
     @property
-    def changes(self) -> tuple[Edit, ...]:
-        """All changes, in the order they are made."""
-        return tuple(change for batch in self.batches for change in batch)
+    def edits(self) -> tuple[Edit, ...]:
+        """Every edit, in the order they are made."""
+        return tuple(edit for batch in self.batches for edit in batch)
 
 
 def plan_apply(
