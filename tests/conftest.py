@@ -1,7 +1,7 @@
 """Fixtures for every test: real etcd, both async backends, and Hypothesis made to repeat itself."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import hypothesis
 import pytest
@@ -25,11 +25,11 @@ def anyio_backend(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def start_etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartEtcd]:
-    """`start_etcd(members=1, tls=False, auth=False)` starts a cluster of one's own; ended with the session."""
+    """`start_etcd(members=1, tls=…, auth=…, options=…)` starts a cluster of one's own; ended with the session."""
     started: list[Etcd] = []
 
-    def start(*, members: int = 1, tls: bool = False, auth: bool = False) -> Etcd:
-        etcd = Etcd(tmp_path_factory.mktemp("etcd"), members=members, tls=tls, auth=auth)
+    def start(*, members: int = 1, tls: bool = False, auth: bool = False, options: Sequence[str] = ()) -> Etcd:
+        etcd = Etcd(tmp_path_factory.mktemp("etcd"), members=members, tls=tls, auth=auth, options=options)
         started.append(etcd)
         return etcd
 

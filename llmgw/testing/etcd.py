@@ -8,7 +8,7 @@ import os
 import signal
 import ssl
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
@@ -66,8 +66,11 @@ class Certificates(msgspec.Struct, frozen=True, kw_only=True):
 class Member:
     """One etcd process."""
 
-    def __init__(self, name: str, directory: Path, certificates: Certificates | None) -> None:
+    def __init__(
+        self, name: str, directory: Path, certificates: Certificates | None, *, options: Sequence[str] = ()
+    ) -> None:
         self.name = name
+        self.options = tuple(options)
         self.directory = directory
         self.certificates = certificates
         self.log = directory / f"{name}.log"
@@ -108,7 +111,7 @@ class Member:
             for role in ("", "peer-"):
                 argv += [f"--{role}cert", str(self.certificates.server), f"--{role}key"]
                 argv += [str(self.certificates.server_key), f"--{role}ca", str(self.certificates.ca)]
-        return argv
+        return [*argv, *self.options]
 
     def kill(self) -> None:
         """SIGKILL, and waits for its end. Nothing happens to one that does not run."""
@@ -149,12 +152,25 @@ class Etcd:
         passwords: with auth on, a directory with one file a user (see deploy/etcd/roles), else None.
     """
 
-    def __init__(self, directory: Path, *, members: int = 1, tls: bool = False, auth: bool = False) -> None:
-        """Starts it and waits until every member is healthy. `directory` should be new and empty."""
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        members: int = 1,
+        tls: bool = False,
+        auth: bool = False,
+        options: Sequence[str] = (),
+    ) -> None:
+        """Starts it and waits until every member is healthy.
+
+        `directory` should be new and empty; `options` go to deploy/etcd/start as they are.
+        """
         self.directory = directory
         self.certificates = Certificates.make(directory / "tls") if tls else None
         self.passwords: Path | None = None
-        self.members = tuple(Member(f"m{index}", directory, self.certificates) for index in range(members))
+        self.members = tuple(
+            Member(f"m{index}", directory, self.certificates, options=options) for index in range(members)
+        )
         cluster = ",".join(f"{member.name}={member.peer_url}" for member in self.members)
         try:
             for member in self.members:
