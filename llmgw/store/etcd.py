@@ -240,10 +240,16 @@ class EtcdStore:
         return wire.key_value(reply.kvs[0]) if reply.kvs else None
 
     async def list(self, prefixes: Sequence[str]) -> Listing:
+        return await self.list_at(prefixes, revision=0)
+
+    async def list_at(self, prefixes: Sequence[str], *, revision: int) -> Listing:
+        """`list` as of an earlier revision (0: now), for people who look back; not part of the port.
+
+        Raises: Compacted (history no longer reaches so far), Unavailable (also for a revision in the future), Denied.
+        """
         for prefix in prefixes:
             check_key(prefix)
         found: dict[str, KeyValue] = {}
-        revision = 0
         for prefix in prefixes:
             more, after = True, None
             while more:
