@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from functools import partial
 
 import anyio
 
@@ -17,7 +18,7 @@ async def scenario(at: cluster.Cluster) -> None:
     streams = [cluster.Streamed() for _ in range(2 * len(engines))]
     async with anyio.create_task_group() as group:
         for n, streamed in enumerate(streams):
-            group.start_soon(lambda s=streamed, n=n: at.stream(s, text=f"Story number {n}.", max_tokens=120))
+            group.start_soon(partial(at.stream, streamed, text=f"Story number {n}.", max_tokens=120))
         await at.until("all streams run", lambda: _all_begun(streams), limit_s=60)
         at.signal(agent, signal.SIGKILL)
         cluster.say(f"killed the agent of {victim} (pid {agent})")

@@ -26,12 +26,12 @@ import anyio
 import httpx2
 import psutil
 from llmgw.core.invariants import check
-from llmgw.store.etcd import EtcdStore, open_etcd
 
 from llmgw.config import EtcdConfig
 from llmgw.core.replica import ShardPhase, ShardReport
 from llmgw.core.snapshot import Index
 from llmgw.store import codec
+from llmgw.store.etcd import EtcdStore, open_etcd
 from llmgw.store.keys import ROOT
 
 REPO = Path(__file__).resolve().parent.parent

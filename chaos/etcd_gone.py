@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections import Counter
+from functools import partial
 
 import anyio
 import yaml
@@ -32,7 +33,7 @@ async def scenario(at: cluster.Cluster) -> None:
         try:
             async with anyio.create_task_group() as load:
                 for n, streamed in enumerate(streams):
-                    load.start_soon(lambda s=streamed, n=n: at.stream(s, text=f"Story {n}.", max_tokens=40))
+                    load.start_soon(partial(at.stream, streamed, text=f"Story {n}.", max_tokens=40))
                 for worker in range(8):
                     load.start_soon(_requests, at, statuses, REQUESTS // 8 + (worker < REQUESTS % 8))
             await anyio.sleep_until(gone_at + 3 * ttl_s)
