@@ -8,7 +8,7 @@ a lost login costs one new login, never a loop; a member that failed is left alo
 from __future__ import annotations
 
 import enum
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Final, Protocol, TypeVar
 
@@ -137,7 +137,7 @@ class Login(msgspec.Struct, frozen=True, kw_only=True):
     """Who to be. `password` reads the file afresh, so that a changed password needs no restart; raises Denied."""
 
     user: str
-    password: Callable[[], Secret]
+    password: Callable[[], Awaitable[Secret]]
 
 
 class Caller:
@@ -285,7 +285,7 @@ class Caller:
             if self._logged_in():
                 return None  # somebody else was faster
             await anyio.sleep(self.jitter() * LOGIN_JITTER_S)
-            password = await anyio.to_thread.run_sync(self._login.password)
+            password = await self._login.password()
             try:
                 reply = await self.transport.call(
                     member,

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import ssl
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
+
+import anyio
 
 from llmgw.config import EtcdConfig
 from llmgw.core.ids import Secret
@@ -39,13 +42,12 @@ def login(config: EtcdConfig) -> Login | None:
     """Who to be; None where etcd asks nobody."""
     if config.user is None or config.password_file is None:
         return None
-    file = config.password_file
-    return Login(user=config.user, password=lambda: _password(file))
+    return Login(user=config.user, password=partial(_password, config.password_file))
 
 
-def _password(file: str) -> Secret:
+async def _password(file: str) -> Secret:
     try:
-        return Secret(Path(file).read_text(encoding="utf-8").removesuffix("\n"))
+        return Secret((await anyio.Path(file).read_text(encoding="utf-8")).removesuffix("\n"))
     except (OSError, UnicodeDecodeError) as error:
         raise Denied(f"can't read etcd.password_file {file}: {_reason(error)}") from error
 
