@@ -141,11 +141,16 @@ class NodeState(Record, frozen=True, kw_only=True):
 
 
 class Guard(Record, frozen=True, kw_only=True):
-    """Whether mass loss is being doubted: while on, nobody is declared Lost."""
+    """Whether mass loss is being doubted: while on, nobody is declared Lost.
+
+    `unreachable`, `nodes`: the numbers it went on by (nodes not Lost in all), None when it is not about them.
+    """
 
     on: bool = False
     reason: str = ""
     since_at: float | None = None
+    unreachable: int | None = None
+    nodes: int | None = None
 
 
 class Fleet(Record, frozen=True, kw_only=True):

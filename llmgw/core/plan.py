@@ -74,20 +74,23 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     session_ttl_s: of the agents' sessions; the grace periods of liveness are multiples of it.
     lost_after_s: how long a node stays Unreachable before a replacement is asked for.
     backoff_base_s, backoff_max_s: a model's wait after failed replicas, base × 2ⁿ up to the maximum.
-    placements_max: replicas placed in one pass, so that Python in the loop never costs the lease.
+    stable_s: how long all wanted replicas must be ready before a model's count of failures falls back to zero.
+    placements_max: placements tried in one pass, so that Python in the loop never costs the lease.
     """
 
     session_ttl_s: float = 30.0
     lost_after_s: float = 300.0
     backoff_base_s: float = 5.0
     backoff_max_s: float = 300.0
+    stable_s: float = 1800.0
     placements_max: int = 100
 
 
 class View(msgspec.Struct, frozen=True, kw_only=True):
     """This reign's own observations, which a new leader may safely forget: empty at each new term.
 
-    All on the leader's monotonic clock. `absent_since`: node -> when this leader first saw it without a session.
+    All on the leader's monotonic clock. `absent_since`: node -> when this leader first saw it without a session; kept
+    up by `llmgw.core.liveness.observe`, which the loop calls before each pass.
     `write_failed_mono_s`: the last time one of our own writes failed or was refused, None if never.
     """
 

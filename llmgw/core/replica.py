@@ -88,7 +88,8 @@ class Claim(Record, frozen=True, kw_only=True):
 class Launch(Record, frozen=True, kw_only=True):
     """Everything an engine is started from, frozen at placement; the agent never asks the catalog.
 
-    `build` None: any build of `engine` that the node reports. Sizes in tokens.
+    `build` None: any build of `engine` that the node reports. Sizes in tokens. `digest`: the `launch_hash` this was
+    made from, so that an adopted shard is known for what it is; empty in orders older than this field.
     """
 
     source: str
@@ -104,6 +105,7 @@ class Launch(Record, frozen=True, kw_only=True):
     gpus_per_node: int = 0
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
+    digest: str = ""
 
 
 class Peer(Record, frozen=True, kw_only=True):
@@ -221,7 +223,9 @@ class ModelState(Record, frozen=True, kw_only=True):
 
     `wanted`: replicas it should have; `placed`: live ones that are not on their way out; `ready`: those serving.
     `attempt`, `retry_at`: the backoff after failed replicas (a count, Unix seconds). `failed_nodes`: node -> until when
-    (Unix seconds) it ranks last for this model. `launch_failed`: the launch hash whose rollout failed.
+    (Unix seconds) it ranks last for this model. `launch_failed`: the launch (hash, and wished engine version) whose
+    rollout failed. `failure`: what the last failed replica died of, kept while `attempt` is above zero or the rollout
+    is stopped. `unplaced`: present while a replica that is wanted, or is to be moved, fits nowhere.
     """
 
     name: str
@@ -233,6 +237,7 @@ class ModelState(Record, frozen=True, kw_only=True):
     failed_nodes: dict[str, float] = {}
     rollout: Rollout = Rollout.NONE
     launch_failed: str | None = None
+    failure: str = ""
     reason: str = ""
     unplaced: Unplaced | None = None
 

@@ -155,6 +155,10 @@ class Index:
         self.revision = 0
         self.dirty = Dirty(everything=True)
         self._tables: dict[Kind, Table[Record]] = {kind: Table() for kind in Kind}
+        self.corrupted: set[Ref] = set()
+        """Every place whose present value can't be read."""
+        self.memo: dict[str, object] = {}
+        """Node -> what `llmgw.core.inventory` derived from that node alone; dropped with whatever dirties the node."""
         self.replicas_of: defaultdict[str, set[str]] = defaultdict(set)
         """Model name -> ids of its replicas."""
         self.replicas_on: defaultdict[str, set[str]] = defaultdict(set)
@@ -257,10 +261,11 @@ class Index:
 
     def corrupt(self) -> list[tuple[Ref, str]]:
         """Every place whose present value can't be read, with the reason."""
-        return [(ref, row.corrupt) for ref, row in self.rows() if row.corrupt is not None]
+        found = sorted(self.corrupted, key=lambda ref: (ref.kind.value, ref.name))
+        return [(ref, self._tables[ref.kind][ref.name].corrupt or "") for ref in found]
 
     def reset(self, changes: Iterable[Change], *, revision: int) -> None:
-        """Start over from a whole listing at `revision`. Last good records survive only where the key is corrupt now."""
+        """Start over from a whole listing at `revision`. Last good records survive where the key is corrupt now."""
         present = list(changes)
         kept = {change.ref for change in present}
         gone = [Change(ref=ref, mod_revision=revision) for ref, _ in self.rows() if ref not in kept]
@@ -280,39 +285,64 @@ class Index:
         return dirty
 
     def _set(self, change: Change) -> None:
-        table, name = self._tables[change.ref.kind], change.ref.name
-        before = table.get(name)
-        old = None if before is None else before.record
-        new = old if change.corrupt is not None else change.record
         if change.deleted:
-            table.pop(name, None)
-        else:
-            table[name] = Row(
-                record=new,
-                mod_revision=change.mod_revision,
-                create_revision=change.create_revision,
-                corrupt=change.corrupt,
-            )
-        self._mark(change.ref, old, new)
-        self._join(change.ref, old, new, present=not change.deleted)
+            self.swap(change.ref, None)
+            return
+        before = self._tables[change.ref.kind].get(change.ref.name)
+        kept = None if before is None else before.record
+        row = Row(
+            record=kept if change.corrupt is not None else change.record,
+            mod_revision=change.mod_revision,
+            create_revision=change.create_revision,
+            corrupt=change.corrupt,
+        )
+        self.swap(change.ref, row)
+
+    def swap(self, ref: Ref, row: Row[Record] | None) -> Row[Record] | None:
+        """Put `row` at `ref` (None: remove what is there) and return what it replaces; marks and joins follow."""
+        table = self._tables[ref.kind]
+        before = table.get(ref.name)
+        if row is not None:
+            table[ref.name] = row
+        elif before is not None:
+            del table[ref.name]
+        old, new = (None if each is None else each.record for each in (before, row))
+        if row is not None and row.corrupt is not None:
+            self.corrupted.add(ref)
+            self.dirty.everything = True  # as below: what can't be read concerns more than the record itself tells
+        elif ref in self.corrupted:
+            self.corrupted.discard(ref)
+            self.dirty.everything = True
+        self._mark(ref, old, new)
+        self._join(ref, old, new, present=row is not None)
+        return before
 
     def _mark(self, ref: Ref, *records: Record | None) -> None:
-        dirty = self.dirty
+        dirty, nodes = self.dirty, set[str]()
         if ref.kind in _DIRTIES_MODEL:
             dirty.models.add(ref.name)
         elif ref.kind in _DIRTIES_NODE:
-            dirty.nodes.add(ref.name)
+            nodes.add(ref.name)
         elif ref.kind in _DIRTIES_EVERYTHING:
             dirty.everything = True
         elif ref.kind is Kind.SECRET:
             records = (self.replicas.record(ref.name),)
         elif ref.kind in _NAMED_BY_SHARD and (parts := split_shard_name(ref.name)) is not None:
-            dirty.nodes.add(parts[0])
+            nodes.add(parts[0])
+            records = (*records, self.replicas.record(parts[1]))
+        elif ref.kind is Kind.REPLICA:
+            # What nobody can read still concerns the nodes and the model that its orders and reports speak of.
+            names = {*self.assignments_of.get(ref.name, ()), *self.reports_of.get(ref.name, ())}
+            nodes.update(name.partition("/")[0] for name in names)
+            records = (*records, *(self.assignments.record(name) for name in names))
         for record in records:
             if isinstance(record, Replica):
-                dirty.nodes.update(shard.node for shard in record.shards)
+                nodes.update(shard.node for shard in record.shards)
             if isinstance(record, (Replica, Assignment, ShardReport)):
                 dirty.models.add(record.model)
+        dirty.nodes |= nodes
+        for node in nodes:
+            self.memo.pop(node, None)
 
     def _join(self, ref: Ref, old: Record | None, new: Record | None, *, present: bool) -> None:
         match ref.kind:

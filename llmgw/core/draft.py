@@ -1,0 +1,99 @@
+"""One pass at work: each decided group is written into the index at once, so that the next decision sees it.
+
+Afterwards everything is taken back, and the groups remain. So no decision ever reads a tree that the decisions before
+it have not changed yet, and every prefix of a plan was a whole tree that the pass itself stood on.
+
+Invariant: leaving the context leaves the index as it was, its dirty set included; no place is written by two groups of
+one plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Final, Self
+
+from llmgw.core.plan import Group, Put, Write
+from llmgw.core.record import Record
+from llmgw.core.snapshot import Dirty, Index, Ref, Row
+
+UNWRITTEN: Final = 2**62
+"""The revision of what is only planned: above every real one, so that no report can have answered it yet."""
+
+
+class Draft:
+    """A plan in the making over `index`. A context manager; inside it the index holds what is planned so far."""
+
+    def __init__(self, index: Index) -> None:
+        self.index = index
+        self.groups: list[Group] = []
+        self.touched = Dirty()
+        """What the pass itself has changed so far. Collected by the index, as it does for anybody's changes."""
+        self._owner: dict[Ref, Group] = {}
+        self._undo: list[tuple[Ref, Row[Record] | None]] = []
+        self._dirty = index.dirty
+
+    def __enter__(self) -> Self:
+        self._dirty, self.index.dirty = self.index.dirty, self.touched
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._back_to(0)
+        self.index.dirty = self._dirty
+
+    def emit(self, cause: str, *writes: Write) -> None:
+        """Decide a group; nothing happens without writes. `cause`: one word for the log.
+
+        It takes in every earlier group that wrote one of the same places: the last value counts, the first place in
+        the plan stays.
+        """
+        if not writes:
+            return
+        earlier = {id(group): group for write in writes if (group := self._owner.get(write.ref)) is not None}
+        merged = {write.ref: write for group in earlier.values() for write in group.writes}
+        merged |= {write.ref: write for write in writes}
+        for write in writes:
+            self._write(write)
+        group = Group(cause=cause, writes=tuple(merged.values()))
+        self._owner |= dict.fromkeys(merged, group)
+        if not earlier:
+            self.groups.append(group)
+            return
+        at = next(i for i, each in enumerate(self.groups) if id(each) in earlier)
+        self.groups[at] = group
+        self.groups = [each for each in self.groups if id(each) not in earlier]
+
+    def put(self, cause: str, ref: Ref, record: Record) -> None:
+        """Decide a group of one record, unless just that stands there already."""
+        row = self.index.row(ref)
+        if row is None or row.record != record:
+            self.emit(cause, Put(ref=ref, record=record))
+
+    @contextmanager
+    def imagine(self, *writes: Write) -> Iterator[None]:
+        """A context in which `writes` have happened; they are taken back at its end and never planned."""
+        mark, dirty = len(self._undo), self.index.dirty
+        self.index.dirty = Dirty()
+        for write in writes:
+            self._write(write)
+        try:
+            yield
+        finally:
+            self._back_to(mark)
+            self.index.dirty = dirty
+
+    def _write(self, write: Write) -> None:
+        before = self.index.row(write.ref)
+        row: Row[Record] | None = None
+        if isinstance(write, Put):
+            created = UNWRITTEN if before is None else before.create_revision
+            row = Row(record=write.record, mod_revision=UNWRITTEN, create_revision=created)
+        self._undo.append((write.ref, self.index.swap(write.ref, row)))
+
+    def _back_to(self, mark: int) -> None:
+        while len(self._undo) > mark:
+            ref, row = self._undo.pop()
+            self.index.swap(ref, row)

@@ -1,0 +1,198 @@
+"""What each node has, what of it is promised, and what runs there that nobody promised: the ground of placement.
+
+Claims in `plan/replicas` are the truth. Where a replica's record can't be read or is gone, its assignment speaks for
+it; what a node reports beyond both is counted as well, so that nothing is handed out twice.
+
+Invariant: an entry depends on one node's records alone, so that the index can keep it until one of them changes
+(`Index.memo`); the same index gives the same inventory whether or not anything was kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import cast
+
+import msgspec
+
+from llmgw.core.catalog import EngineSpec
+from llmgw.core.ids import split_shard_name
+from llmgw.core.node import Facts, Liveness
+from llmgw.core.replica import GONE, ROUTABLE, Claim, Replica, ReplicaShard
+from llmgw.core.snapshot import Index, Kind, Ref
+
+
+class Holding(msgspec.Struct, frozen=True, kw_only=True):
+    """One shard's claim on a node. `model` and `live` (in routing, or about to be) serve ranking only."""
+
+    replica: str
+    rank: int
+    claim: Claim
+    model: str = ""
+    live: bool = False
+
+
+class Unclaimed(msgspec.Struct, frozen=True, kw_only=True):
+    """Something the node reports as running that no claim covers. `claim` None: what it holds is not known."""
+
+    replica: str
+    rank: int
+    claim: Claim | None
+
+
+class NodeInventory(msgspec.Struct, frozen=True, kw_only=True):
+    """One node as placement sees it. `memory_total_bytes` None: never reported, so unknown.
+
+    `claimed_bytes` is what the holdings declare, `unclaimed_bytes` what is known of the unclaimed. `shards`: names that
+    stand in its orders or reports. `corrupt`: why its records can't all be read; then it takes nothing new. `present`:
+    there is a session. `store`: the store incarnation its last full report was made for.
+    """
+
+    name: str
+    liveness: Liveness | None
+    present: bool
+    store: str | None
+    cordon: bool
+    drain: bool
+    labels: dict[str, str]
+    facts: Facts | None
+    address: str | None
+    memory_total_bytes: int | None
+    claimed_bytes: int
+    unclaimed_bytes: int
+    holdings: tuple[Holding, ...]
+    unclaimed: tuple[Unclaimed, ...]
+    shards: int
+    corrupt: tuple[str, ...]
+    weights: frozenset[str] | None
+
+    @property
+    def free_bytes(self) -> int | None:
+        """Memory that may still be promised; below zero after facts shrank, None when the total is unknown."""
+        if self.memory_total_bytes is None:
+            return None
+        return self.memory_total_bytes - self.claimed_bytes - self.unclaimed_bytes
+
+    @property
+    def unaccounted(self) -> tuple[str, ...]:
+        """What runs here without anybody knowing what it holds."""
+        return tuple(each.replica for each in self.unclaimed if each.claim is None)
+
+    def replicas_of(self, model: str) -> int:
+        """How many live replicas of `model` have a shard here."""
+        return sum(1 for holding in self.holdings if holding.live and holding.model == model)
+
+
+def live_shard(replica: Replica | None, *, node: str, rank: int) -> ReplicaShard | None:
+    """The shard of `replica` with that rank on that node, if its claim has not ended."""
+    if replica is None:
+        return None
+    found = (shard for shard in replica.shards if shard.rank == rank and shard.node == node and not shard.released)
+    return next(found, None)
+
+
+def node_inventory(index: Index, name: str) -> NodeInventory:
+    """The inventory of one node, kept with the index until a record that concerns the node changes."""
+    kept = index.memo.get(name)
+    if kept is not None:
+        return cast("NodeInventory", kept)
+    made = index.memo[name] = _node_inventory(index, name)
+    return made
+
+
+def _node_inventory(index: Index, name: str) -> NodeInventory:
+    spec, facts, session = index.node_specs.record(name), index.facts.record(name), index.sessions.record(name)
+    state = index.node_states.record(name)
+    holdings = tuple(sorted(_holdings(index, name), key=lambda holding: (holding.replica, holding.rank)))
+    unclaimed = tuple(_unclaimed(index, name, {(holding.replica, holding.rank) for holding in holdings}))
+    total = None if facts is None else facts.memory_bytes
+    sets = None if facts is None else facts.weights
+    return NodeInventory(
+        name=name,
+        liveness=None if state is None else state.liveness,
+        present=name in index.sessions,
+        store=None if session is None else session.store,
+        cordon=spec is not None and (spec.cordon or spec.drain),
+        drain=spec is not None and spec.drain,
+        labels={**(facts.labels if facts else {}), **(spec.labels if spec else {})},
+        facts=facts,
+        address=None if session is None else session.address,
+        memory_total_bytes=None if total is None or total < 0 else total,
+        claimed_bytes=sum(holding.claim.memory_bytes or 0 for holding in holdings),
+        unclaimed_bytes=sum((each.claim.memory_bytes or 0) for each in unclaimed if each.claim is not None),
+        holdings=holdings,
+        unclaimed=unclaimed,
+        shards=len(index.assignments_on.get(name, set()) | index.reports_on.get(name, set())),
+        corrupt=tuple(_corrupt(index, name)) if index.corrupted else (),
+        weights=None if sets is None else frozenset(each.source for each in sets if each.complete),
+    )
+
+
+def _holdings(index: Index, name: str) -> Iterator[Holding]:
+    for replica_id in index.replicas_on.get(name, ()):
+        replica = index.replicas.record(replica_id)
+        for shard in () if replica is None else replica.shards:
+            if replica is not None and shard.node == name and not shard.released:
+                live = replica.phase in ROUTABLE
+                yield Holding(replica=replica_id, rank=shard.rank, claim=shard.claim, model=replica.model, live=live)
+    for each in index.assignments_on.get(name, ()):
+        order = index.assignments.record(each)
+        if order is None or _covered(index.replicas.record(order.replica), node=name, rank=order.rank):
+            continue
+        yield Holding(replica=order.replica, rank=order.rank, claim=order.claim, model=order.model)
+
+
+def _covered(replica: Replica | None, *, node: str, rank: int) -> bool:
+    """Whether the replica's own record says what that shard holds there, be it nothing any more."""
+    return replica is not None and any(shard.rank == rank and shard.node == node for shard in replica.shards)
+
+
+def _unclaimed(index: Index, name: str, held: set[tuple[str, int]]) -> Iterator[Unclaimed]:
+    for each in sorted(index.reports_on.get(name, ())):
+        parts = split_shard_name(each)
+        report = index.reports.record(each)
+        if parts is None or parts[1:] in held or (report is not None and report.phase in GONE):
+            continue
+        claim = report.order.claim if report is not None and report.order is not None else None
+        yield Unclaimed(replica=parts[1], rank=parts[2], claim=claim)
+
+
+def _corrupt(index: Index, name: str) -> Iterator[str]:
+    """Which of the node's records can't be read, and why."""
+    refs = [Ref(kind, name) for kind in (Kind.SESSION, Kind.FACTS, Kind.NODE_SPEC, Kind.NODE_STATE)]
+    orders, reports = index.assignments_on.get(name, set()), index.reports_on.get(name, set())
+    refs += [Ref(Kind.ASSIGNMENT, each) for each in orders] + [Ref(Kind.SHARD, each) for each in reports]
+    ids = set(index.replicas_on.get(name, ()))
+    ids |= {parts[1] for each in orders | reports if (parts := split_shard_name(each)) is not None}
+    refs += [Ref(Kind.REPLICA, each) for each in ids]
+    for ref in sorted(refs, key=lambda ref: (ref.kind.value, ref.name)):
+        if ref in index.corrupted:
+            row = index.row(ref)
+            yield f"{ref.kind.value}{ref.name}: {row.corrupt if row else ''}"
+
+
+@dataclass
+class Inventory:
+    """All nodes, as of the index's present state; the list of names is drawn up once."""
+
+    index: Index
+    names: list[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.names = self.index.nodes()
+
+    def node(self, name: str) -> NodeInventory:
+        """One node, present or not."""
+        return node_inventory(self.index, name)
+
+    def nodes(self) -> Iterator[NodeInventory]:
+        """All nodes by name."""
+        return (node_inventory(self.index, name) for name in self.names)
+
+    def wish(self, engine: str) -> EngineSpec | None:
+        """The version of `engine` that people want everywhere; None when they have not said."""
+        return self.index.engines.record(engine)
+
+    def wish_corrupt(self, engine: str) -> bool:
+        """Whether what people want of `engine` can't be read."""
+        return Ref(Kind.ENGINE, engine) in self.index.corrupted

@@ -1,0 +1,284 @@
+"""The life of one replica: placed, starting, ready, draining, stopping, gone; and what each step writes.
+
+Builders of whole groups, each of which leaves the tree valid: a replica appears with its secret and all its orders, is
+taken out of routing and ordered to stop in one step, and disappears with them.
+
+Invariant: a claim ends only when the shard's node has confirmed the stop (`llmgw.core.replica.confirms_stop`), or when
+an operator has declared the machine gone. Absence of a report, a session or an order ends nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+
+from llmgw.core.catalog import DRAIN_S, ModelSpec, Profile, Task, launch_hash
+from llmgw.core.ids import Ids, Secret, replica_id, shard_name
+from llmgw.core.placement import Placement
+from llmgw.core.plan import Delete, Put, Settings, Write
+from llmgw.core.replica import (
+    GONE,
+    ROUTABLE,
+    Assignment,
+    Claim,
+    Desired,
+    EngineSecret,
+    Launch,
+    Replica,
+    ReplicaPhase,
+    ReplicaShard,
+    Retire,
+    ShardPhase,
+    ShardReport,
+    confirms_stop,
+)
+from llmgw.core.snapshot import Index, Kind, Ref
+from llmgw.core.units import Now
+from llmgw.errors import InvariantError
+
+REASON_LEN_MAX = 400
+"""Longest reason kept in a record, in characters: a node's last words may be a whole stack trace."""
+
+JITTER = 0.2
+"""A backoff is spread by ± this share, so that what failed together does not come back together."""
+
+
+def fresh_id(index: Index, model: str, ids: Ids) -> str:
+    """An id for a new replica that nothing in the tree speaks of.
+
+    Raises:
+        InvariantError: the source gives the same ids again and again.
+    """
+    for _ in range(1000):
+        made = replica_id(model, ids.suffix())
+        if made not in index.replicas and made not in index.assignments_of and made not in index.reports_of:
+            return made
+    raise InvariantError(7, f"the source of ids gives no fresh one for {model!r}")
+
+
+def new_replica(
+    spec: ModelSpec, placement: Placement, *, replica: str, key: Secret, replaces: str | None, now: Now
+) -> tuple[Write, ...]:
+    """The group that brings a replica into being: its record with all claims, its secret, an order for each shard."""
+    profile = placement.profile
+    launch = Launch(
+        source=spec.source,
+        task=spec.task,
+        profile=profile.name,
+        engine=profile.engine,
+        build=placement.build,
+        context=profile.context,
+        slots=profile.slots,
+        args=profile.args,
+        env=profile.env,
+        nodes=profile.nodes,
+        gpus_per_node=profile.gpus_per_node,
+        tensor_parallel=profile.tensor_parallel,
+        pipeline_parallel=profile.pipeline_parallel,
+        digest=launch_hash(spec, profile),
+    )
+    record = Replica(
+        id=replica,
+        model=spec.name,
+        profile=profile.name,
+        engine=profile.engine,
+        launch=launch.digest,
+        phase=ReplicaPhase.PLACED,
+        shards=placement.shards,
+        created_at=now.wall_s,
+        phase_at=now.wall_s,
+        build=placement.build,
+        fabric=placement.fabric,
+        replaces=replaces,
+        receipt=placement.receipt,
+    )
+    orders = [
+        Assignment(
+            node=shard.node,
+            replica=replica,
+            rank=shard.rank,
+            model=spec.name,
+            desired=Desired.RUNNING,
+            launch=launch,
+            claim=shard.claim,
+            engine_key=key,
+            start_s=profile.start_s,
+            drain_s=profile.drain_s,
+        )
+        for shard in placement.shards
+    ]
+    return (
+        Put(ref=Ref(Kind.REPLICA, replica), record=record),
+        Put(ref=Ref(Kind.SECRET, replica), record=EngineSecret(replica=replica, key=key)),
+        *(Put(ref=order_ref(order.node, replica, order.rank), record=order) for order in orders),
+    )
+
+
+def retired(
+    index: Index, replica: Replica, *, why: Retire, reason: str, now: Now, profile: Profile | None
+) -> tuple[Write, ...]:
+    """The group that takes a replica out of routing and orders all its shards to stop, in one step.
+
+    `profile`: what people say now of how long its requests may take to finish; None when they say nothing any more.
+    """
+    phase = ReplicaPhase.FAILED if why in (Retire.FAILED, Retire.UNKNOWN) else ReplicaPhase.DRAINING
+    record = msgspec.structs.replace(
+        replica, phase=phase, phase_at=now.wall_s, retire=why, reason=reason[:REASON_LEN_MAX]
+    )
+    orders = [
+        stop_order(index, replica, shard, drain_s=None if profile is None else profile.drain_s)
+        for shard in replica.shards
+        if not shard.released
+    ]
+    return (
+        Put(ref=Ref(Kind.REPLICA, replica.id), record=record),
+        *(
+            Put(ref=order_ref(order.node, replica.id, order.rank), record=order)
+            for order in orders
+            if order != index.assignments.record(shard_name(order.node, replica.id, order.rank))
+        ),
+    )
+
+
+def stop_order(index: Index, replica: Replica, shard: ReplicaShard, *, drain_s: float | None = None) -> Assignment:
+    """The order to stop one shard: its present order with another wish, or one made up where that is gone."""
+    order = index.assignments.record(shard_name(shard.node, replica.id, shard.rank))
+    if order is None:
+        secret = index.secrets.record(replica.id)
+        return bare_stop(
+            node=shard.node,
+            replica=replica.id,
+            rank=shard.rank,
+            model=replica.model,
+            claim=shard.claim,
+            key=Secret("") if secret is None else secret.key,
+        )
+    return msgspec.structs.replace(
+        order, desired=Desired.STOPPED, drain_s=order.drain_s if drain_s is None else drain_s
+    )
+
+
+def bare_stop(*, node: str, replica: str, rank: int, model: str, claim: Claim, key: Secret) -> Assignment:
+    """An order to stop a shard whose launch nobody remembers; nothing is ever started from it."""
+    launch = Launch(source="", task=Task.GENERATE, profile="", engine="", context=0, slots=0)
+    return Assignment(
+        node=node,
+        replica=replica,
+        rank=rank,
+        model=model,
+        desired=Desired.STOPPED,
+        launch=launch,
+        claim=claim,
+        engine_key=key,
+        drain_s=DRAIN_S,
+    )
+
+
+def order_ref(node: str, replica: str, rank: int) -> Ref:
+    """Where the order for a shard stands."""
+    return Ref(Kind.ASSIGNMENT, shard_name(node, replica, rank))
+
+
+def report_of(index: Index, replica: Replica, shard: ReplicaShard) -> ShardReport | None:
+    """What the shard's node reports of it, None when nothing."""
+    return index.reports.record(shard_name(shard.node, replica.id, shard.rank))
+
+
+def is_frozen(index: Index, replica: str) -> bool:
+    """Whether something about the replica can't be read, so that nothing about it is decided."""
+    if not index.corrupted:
+        return False
+    names = {*index.assignments_of.get(replica, ()), *index.reports_of.get(replica, ())}
+    refs = [Ref(Kind.REPLICA, replica), Ref(Kind.SECRET, replica)]
+    refs += [Ref(kind, name) for name in names for kind in (Kind.ASSIGNMENT, Kind.SHARD)]
+    return any(ref in index.corrupted for ref in refs)
+
+
+def observed_phase(index: Index, replica: Replica) -> ReplicaPhase:
+    """The phase that a replica in routing is seen in; readiness comes from rank 0 alone, failure is judged apart."""
+    reports = [report_of(index, replica, shard) for shard in replica.shards]
+    if any(report is not None and report.phase is ShardPhase.FAILED for report in reports):
+        return replica.phase
+    head = next((report for shard, report in zip(replica.shards, reports, strict=True) if shard.rank == 0), None)
+    if head is not None and head.phase is ShardPhase.READY:
+        return ReplicaPhase.READY
+    started = any(report is not None and report.phase is not ShardPhase.HELD for report in reports)
+    return ReplicaPhase.STARTING if started or replica.phase is not ReplicaPhase.PLACED else ReplicaPhase.PLACED
+
+
+def failure(index: Index, replica: Replica, *, incarnation: str) -> tuple[str, str, Retire] | None:
+    """(node, what happened, kind) when a replica in routing has failed beyond what its node mends by itself."""
+    for shard in replica.shards:
+        name = shard_name(shard.node, replica.id, shard.rank)
+        report, session = index.reports.record(name), index.sessions.record(shard.node)
+        if report is not None and report.phase is ShardPhase.FAILED:
+            return shard.node, report.reason or "the engine failed and the node gave no reason", Retire.FAILED
+        here = session is not None and session.store == incarnation
+        if name not in index.assignments and here and (report is None or report.phase in GONE):
+            return shard.node, "its order is gone and nothing runs", Retire.UNKNOWN
+    return None
+
+
+def release(
+    index: Index, replica: Replica, *, gone: frozenset[str] = frozenset()
+) -> tuple[str, tuple[Write, ...]] | None:
+    """What a replica on its way out gives back now: (cause, writes), None when nothing.
+
+    `gone`: nodes that an operator has declared gone for good. Whole when the last shard is confirmed, so that a single
+    one disappears in one step; else what a node confirmed is released and the others' claims stay where they are.
+    """
+    ended: list[ReplicaShard] = []
+    writes: list[Write] = []
+    for shard in replica.shards:
+        name = shard_name(shard.node, replica.id, shard.rank)
+        row = index.assignments.get(name)
+        confirmed = (
+            row is not None
+            and row.record is not None
+            and row.record.desired is Desired.STOPPED
+            and confirms_stop(index.reports.record(name), order_rev=row.mod_revision)
+        )
+        if shard.released or confirmed or shard.node in gone:
+            ended.append(shard)
+            if row is not None:
+                writes.append(Delete(ref=Ref(Kind.ASSIGNMENT, name)))
+    if len(ended) == len(replica.shards):
+        return "end", (
+            Delete(ref=Ref(Kind.REPLICA, replica.id)),
+            Delete(ref=Ref(Kind.SECRET, replica.id)),
+            *writes,
+        )
+    if not any(not shard.released for shard in ended):
+        return None
+    shards = tuple(
+        msgspec.structs.replace(shard, released=True) if shard in ended else shard for shard in replica.shards
+    )
+    record = msgspec.structs.replace(replica, shards=shards)
+    return "release", (Put(ref=Ref(Kind.REPLICA, replica.id), record=record), *writes)
+
+
+def leaving_phase(index: Index, replica: Replica) -> ReplicaPhase:
+    """The phase of a replica on its way out: stopping once no shard of it finishes requests any more."""
+    if replica.phase is not ReplicaPhase.DRAINING:
+        return replica.phase
+    reports = [report_of(index, replica, shard) for shard in replica.shards if not shard.released]
+    past = {ShardPhase.STOPPING, *GONE}
+    done = all(report is not None and report.phase in past for report in reports)
+    return ReplicaPhase.STOPPING if done else ReplicaPhase.DRAINING
+
+
+def is_live(replica: Replica) -> bool:
+    """Whether a replica counts towards what is wanted: it serves, or is about to."""
+    return replica.phase in ROUTABLE
+
+
+def backoff_s(model: str, attempt: int, settings: Settings) -> float:
+    """How long a model waits after its `attempt`-th failed replica in a row, seconds.
+
+    Base × 2ⁿ up to the maximum, spread by a hash of model and attempt: the core draws no random numbers.
+    """
+    doubled = settings.backoff_base_s * 2.0 ** min(attempt - 1, 30)
+    digest = hashlib.sha256(f"{model}\0{attempt}".encode()).digest()
+    share = int.from_bytes(digest[:8]) / 2**64
+    return min(settings.backoff_max_s, doubled) * (1 - JITTER + 2 * JITTER * share)

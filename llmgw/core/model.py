@@ -1,0 +1,304 @@
+"""One model in one pass: what its replicas are seen doing, which of them go, which come, and what is said about it.
+
+Every step writes whole groups into the draft, so that the next one sees them. Nothing is placed while the model backs
+off, and nothing is decided about what can't be read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from llmgw.core.catalog import ModelSpec, Profile
+from llmgw.core.census import Census, retirements, take_census, tokens
+from llmgw.core.explain import Constraint, Refusal, render, same_but_numbers, summarise
+from llmgw.core.ids import shard_name
+from llmgw.core.inventory import Inventory
+from llmgw.core.lifecycle import (
+    REASON_LEN_MAX,
+    backoff_s,
+    failure,
+    fresh_id,
+    is_frozen,
+    is_live,
+    leaving_phase,
+    new_replica,
+    observed_phase,
+    release,
+    retired,
+    stop_order,
+)
+from llmgw.core.passing import Pass
+from llmgw.core.placement import Placement, Rejection, place
+from llmgw.core.plan import Delete, Put
+from llmgw.core.replica import (
+    GONE,
+    Desired,
+    EngineSecret,
+    ModelState,
+    Replica,
+    ReplicaPhase,
+    ReplicaShard,
+    Retire,
+    Rollout,
+)
+from llmgw.core.snapshot import Index, Kind, Ref
+
+FAILED_NODES_MAX = 32
+"""Nodes remembered per model as having failed it lately; beyond that the oldest are forgotten."""
+
+
+@dataclass(kw_only=True)
+class Tended:
+    """One model on its way through a pass.
+
+    `rejected`: the attempt to place it that failed, made when the plan had `rejected_after` groups. `short`: the pass
+    reached its bound before everything was tried.
+    """
+
+    name: str
+    spec: ModelSpec | None
+    state: ModelState
+    rejected: Rejection | None = None
+    rejected_after: int = 0
+    short: bool = False
+
+
+def readable_replicas(index: Index, name: str) -> list[Replica]:
+    """A model's replicas about which everything can be read, by id."""
+    found = (index.replicas.record(each) for each in sorted(index.replicas_of.get(name, ())))
+    return [replica for replica in found if replica is not None and not is_frozen(index, replica.id)]
+
+
+def tend_leaving(p: Pass, name: str) -> None:
+    """Replicas ordered to stop: claims end as nodes confirm; an order that got lost is given again."""
+    for replica in readable_replicas(p.index, name):
+        if is_live(replica) or p.restoring:
+            continue
+        lost = [shard for shard in replica.shards if _unordered(p.index, replica, shard)]
+        given_back = release(p.index, replica)
+        if given_back is not None:
+            p.draft.emit(given_back[0], *given_back[1])
+        elif lost:
+            orders = [stop_order(p.index, replica, shard) for shard in lost]
+            refs = [Ref(Kind.ASSIGNMENT, shard_name(order.node, order.replica, order.rank)) for order in orders]
+            p.draft.emit("stop", *(Put(ref=ref, record=order) for ref, order in zip(refs, orders, strict=True)))
+        elif (phase := leaving_phase(p.index, replica)) is not replica.phase:
+            record = msgspec.structs.replace(replica, phase=phase, phase_at=p.now.wall_s)
+            p.draft.emit("phase", Put(ref=Ref(Kind.REPLICA, replica.id), record=record))
+
+
+def _unordered(index: Index, replica: Replica, shard: ReplicaShard) -> bool:
+    """Whether a shard that must stop has no order to. While it runs, its node will say that nothing orders it."""
+    name = shard_name(shard.node, replica.id, shard.rank)
+    order, report = index.assignments.record(name), index.reports.record(name)
+    if shard.released:
+        return False
+    if order is None:
+        return report is None or report.phase in GONE
+    return order.desired is not Desired.STOPPED
+
+
+def tend_live(p: Pass, name: str, spec: ModelSpec | None) -> None:
+    """Replicas in routing: their phase as their nodes report it, and what the catalog may change without a restart."""
+    profiles = {profile.name: profile for profile in spec.profiles} if spec is not None else {}
+    for replica in readable_replicas(p.index, name):
+        if not is_live(replica):
+            continue
+        if (phase := observed_phase(p.index, replica)) is not replica.phase:
+            record = msgspec.structs.replace(replica, phase=phase, phase_at=p.now.wall_s)
+            p.draft.emit("phase", Put(ref=Ref(Kind.REPLICA, replica.id), record=record))
+        profile = profiles.get(replica.profile)
+        for shard in replica.shards:
+            ref = Ref(Kind.ASSIGNMENT, shard_name(shard.node, replica.id, shard.rank))
+            order = p.index.assignments.record(ref.name)
+            if order is None:
+                continue
+            if replica.id not in p.index.secrets:
+                secret = EngineSecret(replica=replica.id, key=order.engine_key)
+                p.draft.emit("repair", Put(ref=Ref(Kind.SECRET, replica.id), record=secret))
+            if profile is not None and (order.start_s, order.drain_s) != (profile.start_s, profile.drain_s):
+                again = msgspec.structs.replace(order, start_s=profile.start_s, drain_s=profile.drain_s)
+                p.draft.emit("update", Put(ref=ref, record=again))
+
+
+def tend(p: Pass, name: str, inventory: Inventory) -> Tended | None:
+    """Decide everything about one model but what is said of it (`conclude`); None where nothing may be decided."""
+    index = p.index
+    spec = index.models.record(name)
+    tend_live(p, name, spec)
+    if Ref(Kind.MODEL, name) in index.corrupted or Ref(Kind.MODEL_STATE, name) in index.corrupted:
+        return None
+    state = index.model_states.record(name) or ModelState(name=name, wanted=0, placed=0, ready=0)
+    model = Tended(name=name, spec=spec, state=state)
+    if p.restoring:
+        return model
+    _fail(p, model)
+    _retire(p, model)
+    if spec is not None:
+        _settle_backoff(p, model)
+        _place(p, model, spec, inventory)
+    return model
+
+
+def _profile(model: Tended, replica: Replica) -> Profile | None:
+    profiles = () if model.spec is None else model.spec.profiles
+    return next((profile for profile in profiles if profile.name == replica.profile), None)
+
+
+def _fail(p: Pass, model: Tended) -> None:
+    """Take down what has failed, and let the model wait before it is built anew; a rollout that failed stops."""
+    index, census = p.index, take_census(p.index, model.name, model.spec, model.state)
+    known = {} if model.spec is None else tokens(index, model.spec)
+    failed: list[tuple[Replica, str, Retire]] = []
+    for replica in readable_replicas(index, model.name):
+        found = failure(index, replica, incarnation=p.incarnation) if is_live(replica) else None
+        if found is None:
+            continue
+        node, reason, why = found
+        attempt = model.state.attempt + 1
+        retry_at = p.now.wall_s + backoff_s(model.name, attempt, p.settings)
+        until = {each: at for each, at in model.state.failed_nodes.items() if at > p.now.wall_s and each != node}
+        until[node] = retry_at + p.settings.backoff_max_s
+        young = replica.phase is not ReplicaPhase.READY and replica in census.current and census.outdated
+        model.state = msgspec.structs.replace(
+            model.state,
+            attempt=attempt,
+            retry_at=retry_at,
+            failed_nodes=dict(sorted(until.items(), key=lambda item: (item[1], item[0]))[-FAILED_NODES_MAX:]),
+            failure=f"{replica.id} on {node}: {reason}"[:REASON_LEN_MAX],
+            launch_failed=known[replica.launch] if young else model.state.launch_failed,
+        )
+        failed.append((replica, reason, why))
+    if failed:  # first what must not be forgotten: between these groups the process may die
+        p.draft.put("state", Ref(Kind.MODEL_STATE, model.name), model.state)
+    for replica, reason, why in failed:
+        profile = _profile(model, replica)
+        p.draft.emit("fail", *retired(index, replica, why=why, reason=reason, now=p.now, profile=profile))
+
+
+def _retire(p: Pass, model: Tended) -> None:
+    """Take down what is not needed any more."""
+    for replica, why, reason in retirements(take_census(p.index, model.name, model.spec, model.state)):
+        profile = _profile(model, replica)
+        p.draft.emit(why.value, *retired(p.index, replica, why=why, reason=reason, now=p.now, profile=profile))
+
+
+def _settle_backoff(p: Pass, model: Tended) -> None:
+    """Forget past failures once everything wanted has been ready for long enough; say when to look again."""
+    state, census = model.state, take_census(p.index, model.name, model.spec, model.state)
+    if not census.outdated and state.launch_failed is not None and not census.need:
+        model.state = state = msgspec.structs.replace(state, launch_failed=None)
+    if state.attempt == 0:
+        return
+    ready = [replica for replica in census.steady if replica.id in census.ready]
+    if ready and len(ready) >= census.target:
+        since = max(replica.phase_at for replica in ready)
+        if p.now.wall_s - since >= p.settings.stable_s:
+            clean = msgspec.structs.replace(state, attempt=0, retry_at=None, failed_nodes={})
+            model.state = clean if census.stopped and census.outdated else msgspec.structs.replace(clean, failure="")
+        else:
+            p.wake_at("model", model.name, since + p.settings.stable_s)
+
+
+def _place(p: Pass, model: Tended, spec: ModelSpec, inventory: Inventory) -> None:
+    """Place what is missing, and the next replica of a rollout."""
+    retry_at = model.state.retry_at
+    waiting = retry_at is not None and retry_at > p.now.wall_s
+    while True:
+        census = take_census(p.index, model.name, spec, model.state)
+        if census.need == 0 and not census.may_surge:
+            return
+        if waiting and retry_at is not None:
+            p.wake_at("model", model.name, retry_at)
+            return
+        if p.tries <= 0:
+            model.short = True
+            return
+        p.tries -= 1
+        failed = frozenset(node for node, until in model.state.failed_nodes.items() if until > p.now.wall_s)
+        outcome = place(inventory, spec, failed=failed)
+        match outcome:
+            case Placement():
+                stands_for = next(iter(census.replaceable), None)
+                writes = new_replica(
+                    spec,
+                    outcome,
+                    replica=fresh_id(p.index, spec.name, p.ids),
+                    key=p.ids.key(),
+                    replaces=None if stands_for is None else stands_for.id,
+                    now=p.now,
+                )
+                p.draft.emit("place", *writes)
+            case Rejection():
+                model.rejected, model.rejected_after = outcome, len(p.draft.groups)
+                if census.need == 0:
+                    _make_room(p, model, spec, census, inventory)
+                return
+
+
+def _make_room(p: Pass, model: Tended, spec: ModelSpec, census: Census, inventory: Inventory) -> None:
+    """A rollout that has no room for two: the old replica goes first, if that is what makes room."""
+    for old in sorted(census.outdated, key=lambda replica: (replica.created_at, replica.id)):
+        freed = tuple(msgspec.structs.replace(shard, released=True) for shard in old.shards)
+        without = msgspec.structs.replace(old, shards=freed)
+        with p.draft.imagine(Put(ref=Ref(Kind.REPLICA, old.id), record=without)):
+            fits = isinstance(place(inventory, spec), Placement)
+        if fits:
+            why, reason = Retire.ROLLED, "another launch is wanted, and there is no room for both"
+            profile = _profile(model, old)
+            p.draft.emit(why.value, *retired(p.index, old, why=why, reason=reason, now=p.now, profile=profile))
+            return
+
+
+def conclude(p: Pass, model: Tended, inventory: Inventory) -> None:
+    """Write what is to be said of the model, from where the whole pass has left it."""
+    ref = Ref(Kind.MODEL_STATE, model.name)
+    census = take_census(p.index, model.name, model.spec, model.state)
+    if model.spec is None and not p.index.replicas_of.get(model.name):
+        if ref.name in p.index.model_states and not p.restoring:
+            p.draft.emit("state", Delete(ref=ref))
+        return
+    live = (*census.lost, *census.drained, *census.steady)
+    state = msgspec.structs.replace(
+        model.state,
+        wanted=census.wanted,
+        placed=len(live) + census.frozen,
+        ready=sum(1 for replica in live if replica.phase is ReplicaPhase.READY and replica not in census.lost),
+        rollout=_rollout(census),
+    )
+    if not model.short:
+        state = _explained(p, model, state, inventory)
+    p.draft.put("state", ref, msgspec.structs.replace(state, reason=_reason(p, state, census)))
+
+
+def _rollout(census: Census) -> Rollout:
+    if not census.outdated:
+        return Rollout.NONE
+    return Rollout.STOPPED if census.stopped else Rollout.ROLLING
+
+
+def _explained(p: Pass, model: Tended, state: ModelState, inventory: Inventory) -> ModelState:
+    """`state` with why nothing fits, judged by what the whole pass leaves; as stored when only numbers differ."""
+    if model.rejected is None or model.spec is None:
+        return msgspec.structs.replace(state, unplaced=None)
+    rejected: Placement | Rejection = model.rejected
+    if model.rejected_after != len(p.draft.groups):
+        rejected = place(inventory, model.spec)
+    if isinstance(rejected, Placement):  # can't be: a pass only takes room away. Then the next pass places it.
+        rejected = model.rejected
+    unplaced = rejected.unplaced(p.index.revision)
+    return state if same_but_numbers(state.unplaced, unplaced) else msgspec.structs.replace(state, unplaced=unplaced)
+
+
+def _reason(p: Pass, state: ModelState, census: Census) -> str:
+    """One sentence for people: what keeps the model from being as it should, the most pressing first."""
+    if p.restoring:
+        return render(Refusal(constraint=Constraint.RESTORING, profile=""))
+    if state.rollout is Rollout.STOPPED:
+        return f"rollout stopped: {state.failure}"
+    lacking = len(census.ready) < census.target
+    if state.unplaced is not None:
+        return summarise(state.unplaced)[:REASON_LEN_MAX]
+    return state.failure if state.attempt > 0 and lacking else ""

@@ -1,0 +1,68 @@
+"""A plan made real on a bare index, as the committer and the mirror would: one revision a group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from llmgw.core.plan import Group, Plan, Put
+from llmgw.core.record import Record
+from llmgw.core.snapshot import Change, Index, Kind, Ref
+
+
+def changes_of(index: Index, group: Group, *, revision: int) -> list[Change]:
+    """What the mirror would see of `group`, committed at `revision`."""
+    found: list[Change] = []
+    for write in group.writes:
+        if isinstance(write, Put):
+            row = index.row(write.ref)
+            created = revision if row is None else row.create_revision
+            found.append(Change(ref=write.ref, mod_revision=revision, create_revision=created, record=write.record))
+        elif index.row(write.ref) is not None:
+            found.append(Change(ref=write.ref, mod_revision=revision))
+    return found
+
+
+def apply_group(index: Index, group: Group) -> list[Change]:
+    """Commit one group at the next revision; returns what changed."""
+    revision = index.revision + 1
+    changes = changes_of(index, group, revision=revision)
+    index.apply(changes, revision=revision)
+    return changes
+
+
+def apply_plan(index: Index, plan: Plan) -> None:
+    """Commit all of a plan."""
+    for group in plan.groups:
+        apply_group(index, group)
+
+
+def put(index: Index, *records: tuple[Kind, str, Record | None]) -> int:
+    """Write records, or delete what is there where a record is None, as one transaction; returns its revision."""
+    revision = index.revision + 1
+    changes: list[Change] = []
+    for kind, name, record in records:
+        row = index.row(Ref(kind, name))
+        created = revision if row is None else row.create_revision
+        gone = record is None
+        changes.append(
+            Change(
+                ref=Ref(kind, name),
+                mod_revision=revision,
+                create_revision=0 if gone else created,
+                record=record,
+            )
+        )
+    index.apply(changes, revision=revision)
+    return revision
+
+
+def copy_of(index: Index, refs: Iterable[Ref] | None = None) -> Index:
+    """Another index with the same rows, everything dirty, nothing kept. `refs`: the order to load them in."""
+    rows = dict(index.rows())
+    fresh = Index()
+    for ref in rows if refs is None else refs:
+        fresh.swap(ref, rows[ref])
+    fresh.revision = index.revision
+    fresh.take_dirty()
+    fresh.dirty.everything = True
+    return fresh

@@ -1,0 +1,281 @@
+"""A cluster on a bare index: nodes, models and agents reduced to what they write, for tests of the pure core.
+
+No time passes and nothing waits: the test moves the clock, lets agents answer and runs passes, each on its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from llmgw.core.catalog import ModelSpec, NodeSpec, Profile, Scaling
+from llmgw.core.ids import SUFFIX_ALPHABET, SUFFIX_LEN, Secret, shard_name
+from llmgw.core.liveness import observe
+from llmgw.core.node import Build, EngineFacts, Facts, Session, WeightSet
+from llmgw.core.plan import Plan, Settings, View
+from llmgw.core.reconcile import due, reconcile
+from llmgw.core.record import Record, StoreMeta
+from llmgw.core.replica import GONE, Assignment, Desired, Replica, ShardPhase, ShardReport
+from llmgw.core.snapshot import Dirty, Index, Kind
+from llmgw.core.units import GB, Now
+from llmgw.testing.apply import apply_plan, copy_of, put
+
+LLAMA = Build(engine="llama.cpp", version="b1", named=True)
+
+
+class CountingIds:
+    """Ids that count up: the same in every run, never twice."""
+
+    def __init__(self, count: int = 0) -> None:
+        self.count = count
+
+    def suffix(self) -> str:
+        """The next of all suffixes, in order."""
+        self.count += 1
+        left, text = self.count, ""
+        for _ in range(SUFFIX_LEN):
+            left, digit = divmod(left, len(SUFFIX_ALPHABET))
+            text = SUFFIX_ALPHABET[digit] + text
+        return text
+
+    def key(self) -> Secret:
+        """A key that names its number."""
+        return Secret(f"{self.count:064x}")
+
+    def token(self) -> str:
+        """An opaque id."""
+        self.count += 1
+        return f"{self.count:032x}"
+
+
+def cpu_profile(memory_gb: float | None = 1.0, *, name: str = "cpu", **more: object) -> Profile:
+    """A profile for machines without GPUs."""
+    profile = Profile(name=name, engine="llama.cpp", min_memory_gb=memory_gb)
+    return msgspec.structs.replace(profile, **more)
+
+
+def model_spec(name: str, *profiles: Profile, replicas: int = 1, source: str = "") -> ModelSpec:
+    """A model of the catalog, with one CPU profile if none is given."""
+    return ModelSpec(
+        name=name,
+        source=source or f"{name}.gguf",
+        profiles=profiles or (cpu_profile(),),
+        scaling=Scaling(min=replicas, max=max(1, replicas)),
+    )
+
+
+@dataclass(kw_only=True)
+class Cluster:
+    """The tree, the two clocks, one leader's view, and what agents would do about it."""
+
+    index: Index = field(default_factory=Index)
+    now: Now = field(default_factory=lambda: Now(wall_s=1_000_000.0, mono_s=100.0))
+    view: View = field(default_factory=lambda: View(won_mono_s=100.0))
+    ids: CountingIds = field(default_factory=CountingIds)
+    settings: Settings = field(default_factory=Settings)
+    wakes: dict[tuple[str, str], float] = field(default_factory=dict)
+    leases: int = 0
+
+    def __post_init__(self) -> None:
+        if self.index.meta is None:
+            self.write(Kind.META, "", StoreMeta(incarnation="store-1"))
+
+    # --- writing as people and nodes do
+
+    def write(self, kind: Kind, name: str, record: Record | None) -> int:
+        """Put or delete one record; returns the revision."""
+        return put(self.index, (kind, name, record))
+
+    def model(self, name: str, *profiles: Profile, replicas: int = 1, source: str = "") -> ModelSpec:
+        """Apply a model."""
+        spec = model_spec(name, *profiles, replicas=replicas, source=source)
+        self.write(Kind.MODEL, name, spec)
+        return spec
+
+    def remove_model(self, name: str) -> None:
+        """Take a model out of the catalog."""
+        self.write(Kind.MODEL, name, None)
+
+    def node(
+        self,
+        name: str,
+        memory_gb: float | None = 16.0,
+        *,
+        engines: EngineFacts | None = EngineFacts(probed=True, builds=(LLAMA,)),  # noqa: B008  # frozen
+        weights: tuple[str, ...] | None = None,
+        labels: dict[str, str] | None = None,
+    ) -> None:
+        """A node registers: session, facts and the reports it has, in one transaction."""
+        facts = Facts(
+            node=name,
+            boot_id=f"boot-{name}",
+            memory_bytes=None if memory_gb is None else round(memory_gb * GB),
+            labels=labels or {},
+            engines=engines,
+            weights=None if weights is None else tuple(WeightSet(source=each) for each in weights),
+        )
+        put(self.index, (Kind.FACTS, name, facts), (Kind.SESSION, name, self._session(name)))
+
+    def back(self, name: str) -> None:
+        """A node whose session ended gets a new one, its reports as they stand."""
+        self.write(Kind.SESSION, name, self._session(name))
+
+    def away(self, name: str) -> None:
+        """A node's session ends."""
+        self.write(Kind.SESSION, name, None)
+
+    def spec(self, name: str, **fields: object) -> None:
+        """People say something of a node."""
+        self.write(Kind.NODE_SPEC, name, msgspec.structs.replace(NodeSpec(name=name), **fields))
+
+    def _session(self, name: str) -> Session:
+        self.leases += 1
+        meta = self.index.meta
+        assert meta is not None
+        assert meta.record is not None
+        return Session(
+            node=name,
+            boot_id=f"boot-{name}",
+            data=f"8:{name}",
+            lease=self.leases,
+            store=meta.record.incarnation,
+            address="127.0.0.1",
+            version="1",
+            pid=1,
+            started_at=self.now.wall_s,
+        )
+
+    # --- agents
+
+    def report(self, name: str, phase: ShardPhase, *, reason: str = "", order: Assignment | None = None) -> None:
+        """A node reports on the shard `<node>/<replica>.<rank>`; `order` is what it saved, when nothing orders it."""
+        row = self.index.assignments.get(name)
+        known = row.record if row is not None and row.record is not None else order
+        assert known is not None
+        self.write(
+            Kind.SHARD,
+            name,
+            ShardReport(
+                node=known.node,
+                replica=known.replica,
+                rank=known.rank,
+                model=known.model,
+                phase=phase,
+                phase_at=self.now.wall_s,
+                assigned=row is not None,
+                assignment_rev=0 if row is None else row.mod_revision,
+                order=None if row is not None else order,
+                incarnation="i1",
+                address="127.0.0.1",
+                port=20000,
+                reason=reason,
+            ),
+        )
+
+    def answer(self, *nodes: str, ready: bool = True) -> None:
+        """Agents do what they are ordered to, at once: engines get ready, stop, and records of the gone are deleted.
+
+        Only nodes with a session; `nodes` empty means all of them.
+        """
+        for node in nodes or tuple(self.index.sessions.names()):
+            if node not in self.index.sessions:
+                continue
+            for name in sorted(self.index.assignments_on.get(node, set())):
+                row, report = self.index.assignments[name], self.index.reports.record(name)
+                if row.record is None:
+                    continue
+                stop = row.record.desired is Desired.STOPPED
+                phase = ShardPhase.STOPPED if stop else (ShardPhase.READY if ready else ShardPhase.STARTING)
+                over = report is not None and report.phase in GONE
+                if stop and report is not None and over:
+                    phase = report.phase
+                if not stop and over:
+                    continue
+                if report is None or report.phase is not phase or report.assignment_rev < row.mod_revision:
+                    self.report(name, phase, reason="" if report is None else report.reason)
+            for name in sorted(self.index.reports_on.get(node, set()) - self.index.assignments_on.get(node, set())):
+                report = self.index.reports.record(name)
+                if report is not None and report.phase in GONE:
+                    self.write(Kind.SHARD, name, None)
+
+    # --- the leader
+
+    def advance(self, seconds: float, *, step_wall_s: float = 0.0) -> None:
+        """Time passes; `step_wall_s`: the wall clock jumps on top of it."""
+        wall_s = self.now.wall_s + seconds + step_wall_s
+        self.now = Now(wall_s=wall_s, mono_s=self.now.mono_s + seconds)
+
+    def new_leader(self) -> None:
+        """Another controller takes over, with a clock of its own and nothing seen yet."""
+        self.now = Now(wall_s=self.now.wall_s, mono_s=self.now.mono_s + 5000.0)
+        self.view, self.wakes = View(won_mono_s=self.now.mono_s), {}
+        self.index.take_dirty()
+        self.index.dirty.everything = True
+
+    def plan(self, dirty: Dirty | None = None) -> Plan:
+        """What a pass would decide; nothing changes. `dirty` None: look at everything."""
+        self.view = observe(self.view, self.index, self.now)
+        return reconcile(
+            self.index,
+            Dirty(everything=True) if dirty is None else dirty,
+            now=self.now,
+            view=self.view,
+            ids=CountingIds(self.ids.count),
+            settings=self.settings,
+        )
+
+    def dirty(self) -> Dirty:
+        """What a leader would look at now: what changed, and what is due."""
+        dirty, late = self.index.take_dirty(), due(self.wakes, now=self.now)
+        return Dirty(
+            models=dirty.models | late.models,
+            nodes=dirty.nodes | late.nodes,
+            everything=dirty.everything or late.everything,
+        )
+
+    def step(self, dirty: Dirty | None = None) -> Plan:
+        """One pass over what is dirty, applied."""
+        plan = self.plan(self.dirty() if dirty is None else dirty)
+        self.ids.count += sum(1 for group in plan.groups for write in group.writes if write.ref.kind is Kind.SECRET)
+        apply_plan(self.index, plan)
+        self.wakes |= plan.wake_mono_s
+        self.index.dirty.models |= plan.left.models
+        return plan
+
+    def settle(self, passes_max: int = 50) -> None:
+        """Agents answer and passes run until neither has anything to do. Raises AssertionError if that never ends."""
+        for _ in range(passes_max):
+            revision = self.index.revision
+            self.step()
+            self.answer()
+            if self.index.revision == revision and not self.index.dirty:
+                return
+        raise AssertionError(f"not settled after {passes_max} passes")
+
+    def copy(self) -> Cluster:
+        """The same cluster once more, with an index of its own."""
+        return Cluster(
+            index=copy_of(self.index),
+            now=self.now,
+            view=self.view,
+            ids=CountingIds(self.ids.count),
+            settings=self.settings,
+            wakes=dict(self.wakes),
+            leases=self.leases,
+        )
+
+    # --- reading
+
+    def replicas(self, model: str) -> list[Replica]:
+        """A model's replicas by id."""
+        return [replica for replica in self.index.replicas.records() if replica.model == model]
+
+    def one(self, model: str) -> Replica:
+        """The only replica of a model."""
+        (replica,) = self.replicas(model)
+        return replica
+
+    def shard(self, replica: Replica) -> str:
+        """The name of a replica's first shard."""
+        return shard_name(replica.shards[0].node, replica.id, replica.shards[0].rank)
