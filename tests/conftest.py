@@ -1,12 +1,18 @@
 """Fixtures for every test: real etcd, both async backends, and Hypothesis made to repeat itself."""
 
+import functools
 import os
+import subprocess
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import hypothesis
 import pytest
 
+from llmgw.testing import tiny_gguf
 from llmgw.testing.etcd import Etcd
+
+ROOT = Path(__file__).resolve().parents[1]
 
 # A run in CI draws the same examples every time; `HYPOTHESIS_PROFILE=explore` draws new ones, and more.
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, max_examples=100, print_blob=True)
@@ -14,6 +20,27 @@ hypothesis.settings.register_profile("explore", deadline=None, max_examples=2000
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 StartEtcd = Callable[..., Etcd]
+
+
+@functools.cache
+def why_no_engine() -> str:
+    """Why the engine wheel can't run on this machine; empty when it can."""
+    argv = [str(ROOT / "scripts" / "setup"), "--check-engine"]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60)
+    return "" if done.returncode == 0 else done.stderr.strip()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A test of the real engine is skipped, with the reason, where the processor can't run it."""
+    if item.get_closest_marker("engine") is not None and why_no_engine():
+        pytest.skip(why_no_engine())
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A GGUF file that the real engine loads in 50 ms (see llmgw.testing.tiny_gguf)."""
+    [file] = tiny_gguf.write(tmp_path_factory.mktemp("model") / "tiny.gguf", tiny_gguf.TinyModel())
+    return file
 
 
 @pytest.fixture(params=["trio", "asyncio"])
