@@ -38,8 +38,12 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Found(msgspec.Struct, frozen=True, kw_only=True):
-    """One live process that bears this agent's mark. `port`: the one its engine was started with, None if unknown."""
+    """One live process that bears this data directory's mark.
 
+    `node`: the name the agent had when it started it. `port`: the one its engine was started with, None if unknown.
+    """
+
+    node: str
     shard: str
     incarnation: str
     process: Process
@@ -120,6 +124,11 @@ class Host(Protocol):
         """device:inode of the locked lock file in the data directory."""
         ...
 
+    @property
+    def pid(self) -> int:
+        """The agent's own process id, for people."""
+        ...
+
     async def load(self) -> Loaded:
         """The saved state. Damaged files are kept aside first, under a name that says so."""
         ...
@@ -129,7 +138,7 @@ class Host(Protocol):
         ...
 
     async def find(self) -> tuple[Found, ...]:
-        """The oldest live process of each incarnation of each shard that bears this agent's mark."""
+        """The oldest live process of each incarnation of each shard that bears this data directory's mark."""
         ...
 
     async def start(self, order: Assignment, *, incarnation: str, port: int) -> Launched:

