@@ -28,6 +28,11 @@ test: setup ## every test; T='tests/unit -k word' for some
 mutants: setup ## one small bug at a time, each must be noticed; M='--only A-01' for some
 	$(PYTHON) scripts/mutants.py $(M)
 
+.PHONY: demo
+demo: setup ## a cluster on this machine, a real model, a streamed answer, and a leader killed during another
+	@scripts/setup --check-engine
+	$(PYTHON) scripts/demo
+
 .PHONY: fresh
 fresh: ## `make test` of HEAD in a new Debian (debootstrap chroot; needs root)
 	scripts/fresh
