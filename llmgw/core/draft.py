@@ -11,12 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Final, Self
 
-from llmgw.core.plan import Group, Put, Write
+from llmgw.core.ids import Ids
+from llmgw.core.node import Guard
+from llmgw.core.plan import Group, Plan, Put, Settings, View, Write
 from llmgw.core.record import Record
 from llmgw.core.snapshot import Dirty, Index, Ref, Row
+from llmgw.core.units import Now
 
 UNWRITTEN: Final = 2**62
 """The revision of what is only planned: above every real one, so that no report can have answered it yet."""
@@ -97,3 +101,38 @@ class Draft:
         while len(self._undo) > mark:
             ref, row = self._undo.pop()
             self.index.swap(ref, row)
+
+
+@dataclass(kw_only=True)
+class Pass:
+    """One pass at work.
+
+    `tries`: placements that may still be tried. `restoring`: the store was restored and not every node has reported, so
+    nothing is stopped, placed or pruned.
+    """
+
+    draft: Draft
+    now: Now
+    view: View
+    ids: Ids
+    settings: Settings
+    incarnation: str
+    plan: Plan = field(default_factory=Plan)
+    guard: Guard = field(default_factory=Guard)
+    restoring: bool = False
+    tries: int = 0
+
+    @property
+    def index(self) -> Index:
+        """The tree, with what this pass has decided so far."""
+        return self.draft.index
+
+    def wake_at(self, kind: str, name: str, wall_s: float) -> None:
+        """Look at that again when the wall clock says so."""
+        self.wake_in(kind, name, wall_s - self.now.wall_s)
+
+    def wake_in(self, kind: str, name: str, delay_s: float) -> None:
+        """Look at that again after so long, or earlier if somebody said so already."""
+        at = self.now.mono_s + max(0.0, delay_s)
+        key = (kind, name)
+        self.plan.wake_mono_s[key] = min(at, self.plan.wake_mono_s.get(key, at))

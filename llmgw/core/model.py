@@ -12,6 +12,7 @@ import msgspec
 
 from llmgw.core.catalog import ModelSpec, Profile
 from llmgw.core.census import Census, retirements, take_census, tokens
+from llmgw.core.draft import Pass
 from llmgw.core.explain import Constraint, Refusal, render, same_but_numbers, summarise
 from llmgw.core.ids import shard_name
 from llmgw.core.inventory import Inventory
@@ -29,7 +30,6 @@ from llmgw.core.lifecycle import (
     retired,
     stop_order,
 )
-from llmgw.core.passing import Pass
 from llmgw.core.placement import Placement, Rejection, place
 from llmgw.core.plan import Delete, Put
 from llmgw.core.replica import (

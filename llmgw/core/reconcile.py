@@ -14,13 +14,12 @@ import math
 from collections.abc import Iterable
 
 from llmgw.core import adoption, liveness
-from llmgw.core.draft import Draft
+from llmgw.core.draft import Draft, Pass
 from llmgw.core.ids import Ids
 from llmgw.core.inventory import Inventory
 from llmgw.core.lifecycle import is_frozen, is_live, release, retired
 from llmgw.core.model import Tended, conclude, tend, tend_leaving
 from llmgw.core.node import Fleet, Guard, Liveness, NodeState
-from llmgw.core.passing import Pass
 from llmgw.core.plan import Delete, Plan, Settings, View
 from llmgw.core.replica import Retire
 from llmgw.core.snapshot import Dirty, Index, Kind, Ref
