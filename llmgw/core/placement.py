@@ -253,3 +253,10 @@ def _memory(node: NodeInventory, profile: Profile) -> Refusal | None:
         holders=bounded_holders((name, size) for name, size in holders if size > 0),
         detail=clip(said),
     )
+
+
+def explain(inventory: Inventory, spec: ModelSpec, *, failed: frozenset[str] = frozenset()) -> list[Fit | Refusal]:
+    """Everything placement would weigh for one more replica now: each profile by priority, in it each node by name."""
+    if not spec.profiles:
+        return [Refusal(constraint=Constraint.NO_PROFILES, profile="")]
+    return [verdict for profile in by_priority(spec) for verdict in judge(inventory, spec, profile, failed=failed)]

@@ -22,38 +22,24 @@ def changes_of(index: Index, group: Group, *, revision: int) -> list[Change]:
     return found
 
 
-def apply_group(index: Index, group: Group) -> list[Change]:
-    """Commit one group at the next revision; returns what changed."""
-    revision = index.revision + 1
-    changes = changes_of(index, group, revision=revision)
-    index.apply(changes, revision=revision)
-    return changes
-
-
 def apply_plan(index: Index, plan: Plan) -> None:
-    """Commit all of a plan."""
+    """Commit all of a plan, one revision a group."""
     for group in plan.groups:
-        apply_group(index, group)
+        revision = index.revision + 1
+        index.apply(changes_of(index, group, revision=revision), revision=revision)
 
 
-def put(index: Index, *records: tuple[Kind, str, Record | None]) -> int:
-    """Write records, or delete what is there where a record is None, as one transaction; returns its revision."""
-    revision = index.revision + 1
+def changes_for(index: Index, *records: tuple[Kind, str, Record | None], revision: int) -> list[Change]:
+    """What the mirror would see of records written at `revision`, or deleted where a record is None."""
     changes: list[Change] = []
     for kind, name, record in records:
         row = index.row(Ref(kind, name))
-        created = revision if row is None else row.create_revision
-        gone = record is None
-        changes.append(
-            Change(
-                ref=Ref(kind, name),
-                mod_revision=revision,
-                create_revision=0 if gone else created,
-                record=record,
-            )
-        )
-    index.apply(changes, revision=revision)
-    return revision
+        if record is None:
+            changes.append(Change(ref=Ref(kind, name), mod_revision=revision))
+        else:
+            created = revision if row is None else row.create_revision
+            changes.append(Change(ref=Ref(kind, name), mod_revision=revision, create_revision=created, record=record))
+    return changes
 
 
 def copy_of(index: Index, refs: Iterable[Ref] | None = None) -> Index:

@@ -10,16 +10,18 @@ from dataclasses import dataclass, field
 import msgspec
 
 from llmgw.core.catalog import ModelSpec, NodeSpec, Profile, Scaling
+from llmgw.core.history import Checker
 from llmgw.core.ids import SUFFIX_ALPHABET, SUFFIX_LEN, Secret, shard_name
+from llmgw.core.invariants import require
 from llmgw.core.liveness import observe
 from llmgw.core.node import Build, EngineFacts, Facts, Session, WeightSet
 from llmgw.core.plan import Plan, Settings, View
 from llmgw.core.reconcile import due, reconcile
 from llmgw.core.record import Record, StoreMeta
 from llmgw.core.replica import GONE, Assignment, Desired, Replica, ShardPhase, ShardReport
-from llmgw.core.snapshot import Dirty, Index, Kind
+from llmgw.core.snapshot import Change, Dirty, Index, Kind, Ref
 from llmgw.core.units import GB, Now
-from llmgw.testing.apply import apply_plan, copy_of, put
+from llmgw.testing.apply import changes_for, changes_of, copy_of
 
 LLAMA = Build(engine="llama.cpp", version="b1", named=True)
 
@@ -76,16 +78,59 @@ class Cluster:
     settings: Settings = field(default_factory=Settings)
     wakes: dict[tuple[str, str], float] = field(default_factory=dict)
     leases: int = 0
+    saved: dict[str, Assignment] = field(default_factory=dict)
+    """What agents run, by shard: the order as they saved it."""
+    checker: Checker = field(default_factory=lambda: Checker(fenced=False))
+    """Sees every revision; a broken invariant ends the test there."""
 
     def __post_init__(self) -> None:
+        self.checker.reset(self._listing(), revision=self.index.revision)
         if self.index.meta is None:
             self.write(Kind.META, "", StoreMeta(incarnation="store-1"))
 
     # --- writing as people and nodes do
 
+    def commit(self, changes: list[Change], *, revision: int) -> None:
+        """One revision happens. Raises: InvariantError, if it breaks an invariant."""
+        self.index.apply(changes, revision=revision)
+        require(self.checker.advance(changes, revision=revision))
+
     def write(self, kind: Kind, name: str, record: Record | None) -> int:
         """Put or delete one record; returns the revision."""
-        return put(self.index, (kind, name, record))
+        return self.write_all((kind, name, record))
+
+    def write_all(self, *records: tuple[Kind, str, Record | None]) -> int:
+        """Put or delete records in one transaction; returns the revision."""
+        revision = self.index.revision + 1
+        self.commit(changes_for(self.index, *records, revision=revision), revision=revision)
+        return revision
+
+    def meddle(self, *records: tuple[Kind, str, Record | None]) -> int:
+        """As `write_all`, by somebody who may break every rule: the invariants are judged from here on only."""
+        revision = self.index.revision + 1
+        self.index.apply(changes_for(self.index, *records, revision=revision), revision=revision)
+        self.checker.reset(self._listing(), revision=revision)
+        return revision
+
+    def spoil(self, kind: Kind, name: str = "") -> None:
+        """A record becomes unreadable."""
+        revision = self.index.revision + 1
+        row = self.index.row(Ref(kind, name))
+        created = revision if row is None else row.create_revision
+        change = Change(ref=Ref(kind, name), mod_revision=revision, create_revision=created, corrupt="not JSON")
+        self.commit([change], revision=revision)
+
+    def _listing(self) -> list[Change]:
+        return [
+            Change(
+                ref=ref,
+                mod_revision=row.mod_revision,
+                create_revision=row.create_revision,
+                record=row.record,
+                corrupt=None if row.record is not None else row.corrupt,
+            )
+            for ref, row in self.index.rows()
+        ]
 
     def model(self, name: str, *profiles: Profile, replicas: int = 1, source: str = "") -> ModelSpec:
         """Apply a model."""
@@ -115,7 +160,7 @@ class Cluster:
             engines=engines,
             weights=None if weights is None else tuple(WeightSet(source=each) for each in weights),
         )
-        put(self.index, (Kind.FACTS, name, facts), (Kind.SESSION, name, self._session(name)))
+        self.write_all((Kind.FACTS, name, facts), (Kind.SESSION, name, self._session(name)))
 
     def back(self, name: str) -> None:
         """A node whose session ended gets a new one, its reports as they stand."""
@@ -176,28 +221,42 @@ class Cluster:
     def answer(self, *nodes: str, ready: bool = True) -> None:
         """Agents do what they are ordered to, at once: engines get ready, stop, and records of the gone are deleted.
 
-        Only nodes with a session; `nodes` empty means all of them.
+        Only nodes with a session; `nodes` empty means all of them. `ready` false: engines go on loading.
         """
         for node in nodes or tuple(self.index.sessions.names()):
-            if node not in self.index.sessions:
-                continue
-            for name in sorted(self.index.assignments_on.get(node, set())):
-                row, report = self.index.assignments[name], self.index.reports.record(name)
-                if row.record is None:
-                    continue
-                stop = row.record.desired is Desired.STOPPED
-                phase = ShardPhase.STOPPED if stop else (ShardPhase.READY if ready else ShardPhase.STARTING)
-                over = report is not None and report.phase in GONE
-                if stop and report is not None and over:
-                    phase = report.phase
-                if not stop and over:
-                    continue
-                if report is None or report.phase is not phase or report.assignment_rev < row.mod_revision:
-                    self.report(name, phase, reason="" if report is None else report.reason)
-            for name in sorted(self.index.reports_on.get(node, set()) - self.index.assignments_on.get(node, set())):
-                report = self.index.reports.record(name)
-                if report is not None and report.phase in GONE:
-                    self.write(Kind.SHARD, name, None)
+            if node in self.index.sessions:
+                orders = self.index.assignments_on.get(node, set())
+                for name in sorted(orders):
+                    self._obey(name, ready=ready)
+                for name in sorted(self.index.reports_on.get(node, set()) - orders):
+                    self._unordered(name)
+
+    def _obey(self, name: str, *, ready: bool) -> None:
+        row, report = self.index.assignments[name], self.index.reports.record(name)
+        if row.record is None or row.corrupt is not None:
+            return
+        over = report is not None and report.phase in GONE
+        if row.record.desired is Desired.STOPPED:
+            phase = report.phase if report is not None and over else ShardPhase.STOPPED
+            self.saved.pop(name, None)
+        elif over:
+            return
+        else:
+            phase = ShardPhase.READY if ready or _is_ready(report) else ShardPhase.STARTING
+            self.saved[name] = row.record
+        if report is None or report.phase is not phase or report.assignment_rev < row.mod_revision:
+            self.report(name, phase, reason="" if report is None else report.reason)
+
+    def _unordered(self, name: str) -> None:
+        report = self.index.reports.record(name)
+        if report is None:
+            return
+        if report.phase in GONE:
+            self.write(Kind.SHARD, name, None)
+        elif report.assigned:
+            order = self.saved.get(name)
+            unassigned = msgspec.structs.replace(report, assigned=False, assignment_rev=0, order=order)
+            self.write(Kind.SHARD, name, unassigned)
 
     # --- the leader
 
@@ -237,11 +296,18 @@ class Cluster:
     def step(self, dirty: Dirty | None = None) -> Plan:
         """One pass over what is dirty, applied."""
         plan = self.plan(self.dirty() if dirty is None else dirty)
-        self.ids.count += sum(1 for group in plan.groups for write in group.writes if write.ref.kind is Kind.SECRET)
-        apply_plan(self.index, plan)
-        self.wakes |= plan.wake_mono_s
+        self.apply(plan)
         self.index.dirty.models |= plan.left.models
         return plan
+
+    def apply(self, plan: Plan) -> None:
+        """A plan is committed, one revision a group; what it asks to look at again is remembered."""
+        self.ids.count += sum(1 for group in plan.groups for write in group.writes if write.ref.kind is Kind.SECRET)
+        for group in plan.groups:
+            revision = self.index.revision + 1
+            self.commit(changes_of(self.index, group, revision=revision), revision=revision)
+        self.wakes |= plan.wake_mono_s
+        self.index.dirty.models |= plan.left.models
 
     def settle(self, passes_max: int = 50) -> None:
         """Agents answer and passes run until neither has anything to do. Raises AssertionError if that never ends."""
@@ -263,6 +329,7 @@ class Cluster:
             settings=self.settings,
             wakes=dict(self.wakes),
             leases=self.leases,
+            saved=dict(self.saved),
         )
 
     # --- reading
@@ -279,3 +346,7 @@ class Cluster:
     def shard(self, replica: Replica) -> str:
         """The name of a replica's first shard."""
         return shard_name(replica.shards[0].node, replica.id, replica.shards[0].rank)
+
+
+def _is_ready(report: ShardReport | None) -> bool:
+    return report is not None and report.phase is ShardPhase.READY

@@ -1,0 +1,297 @@
+"""The invariants of what may follow what: a tree watched through its revisions. See `llmgw.core.invariants`.
+
+A `Checker` is fed the changes of one revision at a time, as the store made them, and says what each one broke. It keeps
+a tree of its own and trusts nobody's word: every claim that ends is looked up in what its node had reported before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Final
+
+from llmgw.core.invariants import Violation, check, claimed_bytes
+from llmgw.core.inventory import live_shard, node_inventory
+from llmgw.core.lifecycle import is_frozen, is_live
+from llmgw.core.liveness import LOST_PERIOD_S, LOST_SHARE
+from llmgw.core.node import Liveness
+from llmgw.core.replica import (
+    Assignment,
+    Claim,
+    Desired,
+    Replica,
+    ReplicaShard,
+    Retire,
+    ShardPhase,
+    ShardReport,
+    confirms_stop,
+)
+from llmgw.core.routing import route_table
+from llmgw.core.snapshot import Change, Index, Kind, Ref
+
+LEADERS: Final = frozenset(kind for kind in Kind if kind.value.startswith("plan/"))
+"""The kinds only a leader writes."""
+
+HOLDS: Final = frozenset({ShardPhase.STARTING, ShardPhase.READY, ShardPhase.DRAINING, ShardPhase.STOPPING})
+"""Phases in which processes may be there, so that memory and GPUs are held."""
+
+
+@dataclass
+class Checker:
+    """Follows a tree revision by revision and says what each one broke.
+
+    fenced: every revision that writes under plan/ must carry the head; off for plans applied without a committer.
+    stops_on_exit: agents may stop their engines when they end themselves (`on_exit: stop`).
+    """
+
+    index: Index = field(default_factory=Index)
+    fenced: bool = True
+    stops_on_exit: bool = False
+
+    def reset(self, changes: Iterable[Change], *, revision: int) -> list[Violation]:
+        """Another store, or one whose history is unknown: take it as it is."""
+        self.index = Index()
+        self.index.reset(changes, revision=revision)
+        self.index.revision = revision
+        return check(self.index)
+
+    def advance(self, changes: Iterable[Change], *, revision: int) -> list[Violation]:
+        """Fold in the changes of one revision; what it broke. The state afterwards is checked as well."""
+        happened = list(changes)
+        before = _Before(self.index, happened)
+        self.index.apply(happened, revision=revision)
+        found: list[Violation] = []
+        if any(change.ref.kind in LEADERS for change in happened):
+            found += before.fence(self.index) if self.fenced else ()
+            found += before.claims(self.index)
+            found += before.retired(self.index)
+            found += before.liveness(self.index)
+        found += before.reports(self.index, stops_on_exit=self.stops_on_exit)
+        return [*found, *check(self.index)]
+
+
+class _Before:
+    """What must be remembered of a tree to judge the changes that are about to be made to it."""
+
+    def __init__(self, index: Index, changes: list[Change]) -> None:
+        self.changes = changes
+        leaders = any(change.ref.kind in LEADERS for change in changes)
+        self.head, self.leader = index.head, index.leader
+        self.replicas: dict[str, Replica | None] = {}
+        self.orders: dict[str, Assignment | None] = {}
+        self.phases: dict[str, ShardPhase | None] = {}
+        self.states: dict[str, Liveness | None] = {}
+        self.confirmed: set[str] = set()
+        """Names of shards whose order to stop was confirmed, or whose machine was declared gone."""
+        self.restoring = self._restoring(index)
+        self.routes = {model: len(routes) for model, routes in route_table(index).routes.items()} if leaders else {}
+        for change in changes:
+            self._note(index, change.ref)
+
+    @staticmethod
+    def _restoring(index: Index) -> bool:
+        fleet, meta = index.fleet, index.meta
+        if fleet is None or fleet.record is None or meta is None or meta.record is None:
+            return False
+        return fleet.record.incarnation != meta.record.incarnation
+
+    def _note(self, index: Index, ref: Ref) -> None:
+        match ref.kind:
+            case Kind.REPLICA:
+                replica = self.replicas[ref.name] = index.replicas.record(ref.name)
+                for shard in () if replica is None else replica.shards:
+                    self._note_shard(index, f"{shard.node}/{ref.name}.{shard.rank}")
+            case Kind.ASSIGNMENT:
+                self.orders[ref.name] = index.assignments.record(ref.name)
+                self._note_shard(index, ref.name)
+            case Kind.SHARD:
+                report = index.reports.record(ref.name)
+                self.phases[ref.name] = None if report is None else report.phase
+            case Kind.NODE_STATE:
+                state = index.node_states.record(ref.name)
+                self.states[ref.name] = None if state is None else state.liveness
+            case _:
+                pass
+
+    def _note_shard(self, index: Index, name: str) -> None:
+        row, report = index.assignments.get(name), index.reports.record(name)
+        stopping = row is not None and row.record is not None and row.record.desired is Desired.STOPPED
+        confirmed = stopping and row is not None and confirms_stop(report, order_rev=row.mod_revision)
+        if confirmed or _declared_gone(index, name.partition("/")[0]):
+            self.confirmed.add(name)
+
+    def fence(self, after: Index) -> Iterator[Violation]:
+        """4: the head moves with every write of a leader, by one, in the term of who leads."""
+        if not any(change.ref.kind is Kind.HEAD for change in self.changes):
+            yield Violation(number=4, what="a write under plan/ left plan/head as it was")
+            return
+        head = None if after.head is None else after.head.record
+        count = 0 if self.head is None or self.head.record is None else self.head.record.commits
+        if head is None or head.commits != count + 1:
+            yield Violation(number=4, what=f"plan/head went from {count} to {None if head is None else head.commits}")
+        term = None if self.leader is None else self.leader.create_revision
+        if head is not None and head.term != term:
+            yield Violation(number=4, what=f"term {head.term} wrote while term {term} reigned")
+
+    def claims(self, after: Index) -> Iterator[Violation]:
+        """1 and 3: claims fit, appear with all their orders, and end confirmed."""
+        grown: dict[str, int] = {}
+        for name, old in self.replicas.items():
+            new = after.replicas.record(name)
+            for shard in () if old is None else old.shards:
+                kept = live_shard(new, node=shard.node, rank=shard.rank)
+                if not shard.released and kept is None and f"{shard.node}/{name}.{shard.rank}" not in self.confirmed:
+                    yield Violation(
+                        number=3, what=f"the claim of {name}.{shard.rank} on {shard.node} ended unconfirmed"
+                    )
+            for shard in () if new is None else new.shards:
+                if live_shard(old, node=shard.node, rank=shard.rank) is None and not shard.released:
+                    grown[shard.node] = grown.get(shard.node, 0) + (shard.claim.memory_bytes or 0)
+                    yield from self._appeared(after, name, shard)
+        for name, order in self.orders.items():
+            if order is not None and name not in after.assignments and name not in self.confirmed:
+                yield Violation(number=3, what=f"the order for {name} was deleted unconfirmed")
+        for node, more in sorted(grown.items()):
+            total, now = node_inventory(after, node).memory_total_bytes, claimed_bytes(after, node)
+            if total is not None and now > total and more > 0:
+                yield Violation(number=1, what=f"{now} bytes are promised on {node}, which has {total}")
+
+    def _appeared(self, after: Index, name: str, shard: ReplicaShard) -> Iterator[Violation]:
+        where = f"{shard.node}/{name}.{shard.rank}"
+        order = after.assignments.record(where)
+        if order is None or order.claim != shard.claim:
+            yield Violation(number=3, what=f"{name} appeared without its order for {shard.node}")
+        if name not in after.secrets:
+            yield Violation(number=3, what=f"{name} appeared without its secret")
+        if self.restoring and where not in after.reports:
+            yield Violation(number=3, what=f"{name} was placed before all nodes had reported to the restored store")
+
+    def retired(self, after: Index) -> Iterator[Violation]:
+        """6: whatever leaves routing has a reason that holds, and something else serves."""
+        for name, old in self.replicas.items():
+            new = after.replicas.record(name)
+            if old is None or not is_live(old) or (new is not None and is_live(new)):
+                continue
+            if self.restoring:
+                yield Violation(number=6, what=f"{name} was retired before all nodes had reported")
+            elif new is not None and not _justified(after, new):
+                why = "nothing" if new.retire is None else new.retire.value
+                yield Violation(number=6, what=f"{name} was retired for {why}, which does not hold")
+        routes = route_table(after).routes if self.routes else {}
+        for model, count in self.routes.items():
+            spec = after.models.record(model)
+            if count == 0 or routes.get(model) or spec is None or spec.scaling.min == 0:
+                continue
+            gone = [after.replicas.record(name) for name, old in self.replicas.items() if old and old.model == model]
+            if not any(each is None or each.retire in _MAY_EMPTY for each in gone):
+                yield Violation(number=6, what=f"a commit left {model} without a route")
+
+    def liveness(self, after: Index) -> Iterator[Violation]:
+        """6: nobody is Lost while there, or more of them a minute than allowed."""
+        fresh = [
+            state
+            for name, old in self.states.items()
+            if (state := after.node_states.record(name)) is not None
+            and state.liveness is Liveness.LOST
+            and old is not Liveness.LOST
+        ]
+        for state in fresh:
+            if state.name in after.sessions:
+                yield Violation(number=6, what=f"{state.name} was declared Lost while it has a session")
+        if fresh:
+            at = max(state.since_at for state in fresh)
+            lost = [s for s in after.node_states.records() if s.liveness is Liveness.LOST]
+            recent = [s for s in lost if at - LOST_PERIOD_S < s.since_at <= at]
+            if len(recent) > max(1, int(LOST_SHARE * len(after.node_states))):
+                yield Violation(number=6, what=f"{len(recent)} nodes were declared Lost within a minute")
+
+    def reports(self, after: Index, *, stops_on_exit: bool) -> Iterator[Violation]:
+        """3 and 5: nothing starts on what another still holds, nothing stops unasked."""
+        for name, was in self.phases.items():
+            report = after.reports.record(name)
+            if report is None or report.phase is was:
+                continue
+            if report.phase in HOLDS and was not in HOLDS:
+                yield from _crowded(after, report)
+            ends = report.phase in (ShardPhase.DRAINING, ShardPhase.STOPPING, ShardPhase.STOPPED)
+            row = after.assignments.get(name)
+            ordered = row is not None and (row.record is None or row.record.desired is Desired.STOPPED)
+            if (
+                ends
+                and not ordered
+                and not stops_on_exit
+                and was is not None
+                and not _declared_gone(after, report.node)
+            ):
+                yield Violation(number=5, what=f"{name} went from {was.value} to {report.phase.value} without an order")
+
+
+_MAY_EMPTY: Final = frozenset({Retire.ROLLED, Retire.FAILED, Retire.UNKNOWN})
+"""Why the last route of a wanted model may go: it failed, or a rollout has no room for two."""
+
+
+def _justified(index: Index, replica: Replica) -> bool:
+    """Whether the reason a replica was retired for is true of the tree."""
+    states = [index.node_states.record(shard.node) for shard in replica.shards]
+    names = [f"{shard.node}/{replica.id}.{shard.rank}" for shard in replica.shards]
+    match replica.retire:
+        case Retire.FAILED:
+            reports = [index.reports.record(name) for name in names]
+            failed = any(report is not None and report.phase is ShardPhase.FAILED for report in reports)
+            return failed or any(_declared_gone(index, shard.node) for shard in replica.shards)
+        case Retire.UNKNOWN | Retire.ROLLED:
+            return True
+        case Retire.REPLACED:
+            return any(state is not None and state.liveness is Liveness.LOST for state in states)
+        case Retire.DRAINED:
+            specs = [index.node_specs.record(shard.node) for shard in replica.shards]
+            return any(spec is not None and spec.drain for spec in specs)
+        case Retire.MODEL_REMOVED:
+            return replica.model not in index.models
+        case Retire.SCALE_DOWN | Retire.CANCELLED:
+            spec = index.models.record(replica.model)
+            live = [index.replicas.record(each) for each in index.replicas_of.get(replica.model, ())]
+            left = sum(1 for each in live if each is not None and is_live(each))
+            return spec is not None and left >= spec.scaling.min
+        case None:
+            return False
+
+
+def _declared_gone(index: Index, node: str) -> bool:
+    """Whether an operator has declared the node's machine gone, and it is indeed not there."""
+    spec, state, facts = index.node_specs.record(node), index.node_states.record(node), index.facts.record(node)
+    known = {each.boot_id for each in (state, facts) if each is not None}
+    return spec is not None and spec.forget is not None and node not in index.sessions and spec.forget in known
+
+
+def _crowded(index: Index, started: ShardReport) -> Iterator[Violation]:
+    """Whether a shard started on memory or a GPU that another shard of its node still holds.
+
+    What runs by claims alone may exceed a memory that has shrunk since; that was promised while there was room.
+    """
+    node, total, held = started.node, node_inventory(index, started.node).memory_total_bytes, 0
+    promised = True
+    own = _claim_of(index, started)
+    uuids = {gpu.uuid for gpu in own.gpus}
+    for name in sorted(index.reports_on.get(node, ())):
+        report = index.reports.record(name)
+        if report is None or report.phase not in HOLDS or is_frozen(index, report.replica):
+            continue
+        claim = _claim_of(index, report)
+        held += claim.memory_bytes or 0
+        replica = index.replicas.record(report.replica)
+        promised = promised and live_shard(replica, node=node, rank=report.rank) is not None
+        same = report.replica == started.replica and report.rank == started.rank
+        if not same and (shared := sorted(uuids & {gpu.uuid for gpu in claim.gpus})):
+            yield Violation(number=3, what=f"{started.replica} started on {shared[0]}, which {report.replica} holds")
+    if total is not None and held > total and own.memory_bytes and not promised:
+        yield Violation(number=3, what=f"{started.replica} started on {node}, where {held} of {total} bytes are held")
+
+
+def _claim_of(index: Index, report: ShardReport) -> Claim:
+    """What a running shard holds: by its replica's record, its order, or what it reports to have been ordered."""
+    shard = live_shard(index.replicas.record(report.replica), node=report.node, rank=report.rank)
+    if shard is not None:
+        return shard.claim
+    order = index.assignments.record(f"{report.node}/{report.replica}.{report.rank}") or report.order
+    return Claim() if order is None else order.claim

@@ -1,0 +1,179 @@
+"""What must always hold, as checks that unit tests, properties, the simulation, chaos and debug mode share.
+
+Numbered as in ARCHITECTURE.md. Here are the checks of one tree; most promises are about what may follow what, and
+`llmgw.core.history` follows a tree through its revisions. Neither decides anything; a violation is a bug, never an
+input error.
+
+1. No GPU in two live claims; no commit makes the claims of a node exceed its known memory.
+2. A multi-node replica: one fabric, only its HCAs, one GPU class.
+3. A replica's claims appear together; each ends only with a confirmed stop. Nothing starts on what another still holds.
+4. Every write under plan/ lies inside its term's reign and extends the head it read.
+5. Nothing stops without an explicit order or its own failure; what runs unassigned is answered.
+6. Unreachable is never by itself a cause of teardown; no commit empties a route set that is wanted.
+7. The same in, the same out; a plan applied is followed by an empty one; incremental = full. (tests/property)
+8. Every replica that is not placed has, on demand, a reason for every node.
+9. After faults stop, everything converges (`unconverged` says what has not).
+10. A request is answered by its own model only. (gateway)
+11. Objects are bounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import msgspec
+
+from llmgw.core.explain import RECEIPT_BYTES_MAX, Refusal
+from llmgw.core.inventory import Inventory
+from llmgw.core.lifecycle import is_live
+from llmgw.core.node import Liveness
+from llmgw.core.placement import explain
+from llmgw.core.replica import (
+    GONE,
+    SHARDS_PER_NODE_MAX,
+    Claim,
+    Replica,
+    ReplicaPhase,
+)
+from llmgw.core.snapshot import Index
+from llmgw.errors import InvariantError
+
+
+class Violation(msgspec.Struct, frozen=True, kw_only=True):
+    """One promise that does not hold. `number`: which."""
+
+    number: int
+    what: str
+
+    def __str__(self) -> str:
+        return f"invariant {self.number}: {self.what}"
+
+
+def require(violations: Iterable[Violation]) -> None:
+    """Nothing, when there are none. Raises: InvariantError, naming all of them."""
+    found = list(violations)
+    if found:
+        raise InvariantError(found[0].number, "; ".join(str(violation) for violation in found))
+
+
+# --- one tree -------------------------------------------------------------------------------------------------------
+
+
+def check(index: Index) -> list[Violation]:
+    """Everything that can be judged from one tree."""
+    found: list[Violation] = []
+    for replica in index.replicas.records():
+        found += _shape(index, replica)
+    for node in sorted(index.replicas_on):
+        found += _gpus(index, node)
+        if len(index.assignments_on.get(node, ())) > SHARDS_PER_NODE_MAX:
+            found.append(Violation(number=11, what=f"{node} has more than {SHARDS_PER_NODE_MAX} orders"))
+    found += _bounded(index)
+    return found
+
+
+def _shape(index: Index, replica: Replica) -> Iterator[Violation]:
+    """A replica by itself: its ranks, and for a gang one fabric, only its HCAs, one GPU class."""
+    ranks = sorted(shard.rank for shard in replica.shards)
+    if not ranks or ranks != list(range(len(ranks))):
+        yield Violation(number=3, what=f"{replica.id} has the ranks {ranks}")
+    nodes = [shard.node for shard in replica.shards]
+    if len(set(nodes)) != len(nodes):
+        yield Violation(number=3, what=f"{replica.id} has two shards on one node")
+    classes: set[str] = set()
+    for shard in replica.shards:
+        facts = index.facts.record(shard.node)
+        known = {gpu.uuid: gpu.gpu_class for gpu in (facts.gpus or ())} if facts is not None else {}
+        classes |= {known[gpu.uuid] for gpu in shard.claim.gpus if gpu.uuid in known}
+        if shard.claim.hcas and facts is not None:
+            own = {hca for fabric in facts.fabrics if fabric.name == replica.fabric for hca in fabric.hcas}
+            if stray := sorted(set(shard.claim.hcas) - own):
+                yield Violation(number=2, what=f"{replica.id} uses {', '.join(stray)} outside its fabric")
+    if len(classes) > 1:
+        yield Violation(number=2, what=f"{replica.id} mixes GPU classes {', '.join(sorted(classes))}")
+    if len(replica.shards) > 1 and replica.fabric is None:
+        yield Violation(number=2, what=f"{replica.id} spans nodes without a fabric")
+
+
+def live_claims(index: Index, node: str) -> Iterator[tuple[str, Claim]]:
+    """(replica, claim) of every claim on a node that has not ended, by the replicas' records alone."""
+    for each in sorted(index.replicas_on.get(node, ())):
+        replica = index.replicas.record(each)
+        for shard in () if replica is None else replica.shards:
+            if shard.node == node and not shard.released:
+                yield each, shard.claim
+
+
+def claimed_bytes(index: Index, node: str) -> int:
+    """The memory promised on a node."""
+    return sum(claim.memory_bytes or 0 for _, claim in live_claims(index, node))
+
+
+def _gpus(index: Index, node: str) -> Iterator[Violation]:
+    holder: dict[str, str] = {}
+    for replica, claim in live_claims(index, node):
+        for gpu in claim.gpus:
+            if (other := holder.setdefault(gpu.uuid, replica)) != replica:
+                yield Violation(number=1, what=f"{gpu.uuid} on {node} is claimed by {other} and {replica}")
+
+
+def _bounded(index: Index) -> Iterator[Violation]:
+    for replica in index.replicas.records():
+        if (size := len(msgspec.json.encode(replica.receipt))) > RECEIPT_BYTES_MAX:
+            yield Violation(number=11, what=f"the receipt of {replica.id} has {size} bytes")
+    for state in index.model_states.records():
+        if (size := len(msgspec.json.encode(state.unplaced))) > RECEIPT_BYTES_MAX:
+            yield Violation(number=11, what=f"the refusals of {state.name} have {size} bytes")
+
+
+def check_explained(index: Index) -> list[Violation]:
+    """Invariant 8, for a settled tree: what is not placed says why, for every node and profile."""
+    found: list[Violation] = []
+    inventory = Inventory(index)
+    for state in index.model_states.records():
+        spec = index.models.record(state.name)
+        if spec is None or state.placed >= state.wanted:
+            continue
+        if state.unplaced is None and not state.reason and state.retry_at is None:
+            found.append(Violation(number=8, what=f"{state.name} lacks a replica and nothing says why"))
+        for profile in spec.profiles:
+            verdicts = [v for v in explain(inventory, spec) if not isinstance(v, Refusal) or v.profile == profile.name]
+            whole = any(isinstance(verdict, Refusal) and not verdict.node for verdict in verdicts)
+            if not whole and {verdict.node for verdict in verdicts} != set(inventory.names):
+                found.append(Violation(number=8, what=f"{state.name}: a node is not explained for {profile.name}"))
+    return found
+
+
+def unanswered(index: Index) -> list[str]:
+    """Names of shards that run unassigned and have no order yet. Invariant 5: for 30 s at most, of a healthy leader."""
+    return [
+        name
+        for name in index.reports.names()
+        if (report := index.reports.record(name)) is not None
+        and not report.assigned
+        and report.phase not in GONE
+        and name not in index.assignments
+        and report.node in index.sessions
+    ]
+
+
+def unconverged(index: Index) -> list[str]:
+    """What is not yet as it should be, for people; empty once everything has settled. Invariant 9 bounds the time."""
+    found = [f"{name} runs unassigned" for name in unanswered(index)]
+    for node in index.sessions.names():
+        state = index.node_states.record(node)
+        if state is None or state.liveness is not Liveness.READY:
+            found.append(f"{node} is {'not judged' if state is None else state.liveness.value}")
+    serving: dict[str, int] = {}
+    for replica in index.replicas.records():
+        there = [shard.node in index.sessions for shard in replica.shards if not shard.released]
+        if not is_live(replica) and any(there):
+            found.append(f"{replica.id} is {replica.phase.value}")
+        if replica.phase is ReplicaPhase.READY and all(there):
+            serving[replica.model] = serving.get(replica.model, 0) + 1
+    for spec in index.models.records():
+        ready, wanted, model = serving.get(spec.name, 0), spec.scaling.min, index.model_states.record(spec.name)
+        explained = model is not None and model.unplaced is not None and ready < wanted
+        if ready != wanted and not explained:
+            found.append(f"{spec.name} has {ready} of {wanted} replicas ready")
+    return found
