@@ -85,7 +85,8 @@ class Shard:
     """One shard. Moments named `_mono_s` are on the agent's monotonic clock and mean nothing after a restart.
 
     `order_rev`: mod_revision of `order` in the store, 0 while unassigned. `stop`: it was once told to stop, which is
-    final. `after`: what follows when the tree is gone. `due_mono_s`: when the stage changes by itself.
+    final. `detail`: what a loading engine said last. `after`: what follows when the tree is gone. `due_mono_s`: when
+    the stage changes by itself.
     """
 
     name: str
@@ -103,6 +104,7 @@ class Shard:
     slots: int | None = None
     attempts: int = 0
     reason: str = ""
+    detail: str = ""
     after: Stage | None = None
     due_mono_s: float | None = None
     stage_mono_s: float = 0.0
@@ -129,6 +131,7 @@ class Shard:
         """Nothing is left of the incarnation that ran."""
         self.process = self.incarnation = None
         self.context = self.slots = None
+        self.detail = ""
         self.silent_mono_s = None
         self.looking = self.probing = False
 

@@ -292,6 +292,8 @@ class Supervisor(Machine):
                 shard.context, shard.slots, shard.reason = done.context, done.slots, ""
                 self._go(shard, Stage.READY, "did real work", due_s=self._config.stable_s if shard.attempts else None)
                 shard.probe_mono_s = now_s + PROBE_LIVE_S
+            case Stage.LOADING, _, Loading(detail=said) | Silent(why=said):
+                shard.detail = said
             case Stage.LOADING | Stage.READY, _, Wrong(reason=reason):
                 self._end(shard, Stage.FAILED, reason)
             case Stage.READY, _, Silent(why=why):
@@ -324,7 +326,8 @@ class Supervisor(Machine):
                 self._launch(shard)
             case Stage.LOADING if due:
                 budget_s = 0.0 if shard.order is None else shard.order.start_s
-                self._end(shard, Stage.FAILED, f"not ready within {budget_s:g} s")
+                said = f": {shard.detail}" if shard.detail else ""
+                self._end(shard, Stage.FAILED, f"not ready within {budget_s:g} s{said}")
             case Stage.READY if due:
                 shard.attempts, shard.due_mono_s, self._dirty = 0, None, True
             case Stage.LEAVING if due:
