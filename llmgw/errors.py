@@ -141,6 +141,14 @@ class Refused(LlmgwError):
         super().__init__(why)
 
 
+class Partial(LlmgwError):
+    """Done in part, and what was done is valid by itself: `done` of `total` things, then `why` it ended."""
+
+    def __init__(self, *, done: int, total: int, why: str) -> None:
+        self.done, self.total, self.why = done, total, why
+        super().__init__(f"{why} ({done} of {total} done)")
+
+
 class NotFound(LlmgwError):
     """The named object does not exist; `nearest` is the closest name that does."""
 

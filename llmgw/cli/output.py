@@ -1,0 +1,90 @@
+"""What goes to stdout and how: text for people, JSON and YAML for programs, and never a terminal's control codes.
+
+Names and reasons come from elsewhere, so text for people is cleaned of control and direction-changing characters. JSON
+and YAML are UTF-8 whatever the locale says. Only tables on a terminal are drawn by rich; everything else has no colour.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import unicodedata
+from collections.abc import Sequence
+from typing import IO, Any, Final
+
+import msgspec
+
+from llmgw.cli.catalog_text import to_yaml
+from llmgw.store import codec
+
+_UNSAFE: Final = re.compile(
+    "[\\x00-\\x08\\x0a-\\x1f\\x7f-\\x9f\\u200e\\u200f\\u2028-\\u202e\\u2066-\\u2069\\ud800-\\udfff]"
+)
+"""Control characters other than a tab, what reorders text on a screen, and halves of surrogate pairs."""
+
+
+def clean(text: str) -> str:
+    """`text` with everything that a terminal would act on written as an escape."""
+    return _UNSAFE.sub(lambda match: match[0].encode("unicode_escape", "surrogatepass").decode(), text)
+
+
+def say(text: str = "", *, err: bool = False) -> None:
+    """One or more lines for people. What the locale can't show is escaped. Raises: BrokenPipeError, OSError."""
+    stream: IO[str] = sys.stderr if err else sys.stdout
+    lines = (clean(line) for line in text.split("\n"))
+    print("\n".join(lines), file=stream, flush=True)
+
+
+def emit(data: bytes) -> None:
+    """Bytes for programs, to stdout. Raises: BrokenPipeError, OSError."""
+    sys.stdout.flush()
+    sys.stdout.buffer.write(data)
+    sys.stdout.buffer.flush()
+
+
+def json_bytes(value: Any, *, indent: int = 0) -> bytes:
+    """Any value or record as JSON with `***` for secrets, in UTF-8, safe to look at on a terminal."""
+    data = codec.encode_public(value)
+    text = (msgspec.json.format(data, indent=indent) if indent else data).decode()
+    # Outside of strings JSON has no such character but the line feeds of its layout.
+    return re.sub(f"(?!\\n){_UNSAFE.pattern}", lambda match: f"\\u{ord(match[0]):04x}", text).encode() + b"\n"
+
+
+def emit_as(form: str, value: Any) -> None:
+    """`value` to stdout as `json` or `yaml`."""
+    emit(json_bytes(value, indent=2) if form == "json" else to_yaml(codec.to_public(value)).encode())
+
+
+def width(text: str) -> int:
+    """How many columns `text` takes on a screen."""
+    wide = sum(unicodedata.east_asian_width(char) in "WF" for char in text)
+    return len(text) + wide - sum(unicodedata.combining(char) != 0 for char in text)
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table: drawn to fit on a terminal; aligned, whole and plain anywhere else."""
+    cells = [[clean(cell).replace("\t", " ") for cell in row] for row in rows]
+    if sys.stdout.isatty():
+        _draw(headers, cells)
+        return
+    widths = [max(map(width, column)) for column in zip(headers, *cells, strict=True)]
+    for row in (headers, *cells):
+        padded = (cell + " " * (room - width(cell)) for cell, room in zip(row, widths, strict=True))
+        print("  ".join(padded).rstrip())
+    sys.stdout.flush()
+
+
+def _draw(headers: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
+    from rich.console import Console  # noqa: PLC0415  # a tenth of a second, and only terminals need it
+    from rich.table import Table  # noqa: PLC0415  # as above
+    from rich.text import Text  # noqa: PLC0415  # as above
+
+    plain = "NO_COLOR" in os.environ or os.environ.get("TERM") in ("dumb", "")
+    console = Console(color_system=None if plain else "auto", highlight=False, emoji=False)
+    drawn = Table(box=None, pad_edge=False, header_style="bold")
+    for header in headers:
+        drawn.add_column(header, no_wrap=True, overflow="ellipsis")
+    for row in cells:
+        drawn.add_row(*(Text(cell) for cell in row))
+    console.print(drawn)
