@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 
+import httpx2
+
 from chaos import cluster
 
 
@@ -25,7 +27,7 @@ async def scenario(at: cluster.Cluster) -> None:
     async def stands_by() -> bool:
         try:
             health = await at.http.get(f"{await _page(at, pid)}/healthz")
-        except cluster.httpx2.HTTPError:
+        except httpx2.HTTPError:
             return False
         return health.status_code == 200 and health.json()["leading"] is False
 
