@@ -8,7 +8,7 @@ decided in `etcd_call` and `etcd_verdict`; this module only carries bytes and sp
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from functools import partial
 from typing import Any, Final
@@ -169,19 +169,26 @@ class _HttpxStream:
 
     def __init__(self, response: httpx2.Response) -> None:
         self._response = response
+        self._chunks = response.aiter_raw()
 
     @property
     def status(self) -> int:
         return self._response.status_code
 
-    async def chunks(self) -> AsyncGenerator[bytes]:
+    async def receive(self) -> bytes:
         with _httpx_errors():
-            async for chunk in self._response.aiter_raw():
-                yield chunk
+            return await anext(self._chunks, b"")
 
     async def read(self) -> bytes:
         with _httpx_errors():
-            return await self._response.aread()
+            return b"".join([chunk async for chunk in self._chunks])
+
+    async def finish(self) -> None:
+        """A cancelled read ends httpx2's generators; left to the collector they would warn on trio."""
+        with _httpx_errors(), anyio.CancelScope() as scope:
+            scope.cancel()
+            async for _ in self._chunks:
+                pass
 
 
 class GatewayTransport:
@@ -218,7 +225,11 @@ class GatewayTransport:
         url = member + API_PATH + path.lstrip("/")
         with _httpx_errors():
             async with self._http.stream("POST", url, content=body, headers=headers) as response:
-                yield _HttpxStream(response)
+                stream = _HttpxStream(response)
+                try:
+                    yield stream
+                finally:
+                    await stream.finish()
 
     def close(self) -> None:
         """Let go of the threads' connections."""

@@ -8,7 +8,7 @@ a lost login costs one new login, never a loop; a member that failed is left alo
 from __future__ import annotations
 
 import enum
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Final, Protocol, TypeVar
 
@@ -64,8 +64,8 @@ class Stream(Protocol):
     @property
     def status(self) -> int: ...
 
-    def chunks(self) -> AsyncGenerator[bytes]:
-        """The body as it comes; ends when the member ends it."""
+    async def receive(self) -> bytes:
+        """The next piece of the body; empty once the member ended it."""
         ...
 
     async def read(self) -> bytes:

@@ -229,20 +229,18 @@ class Watch:
 
     async def _read(self, stream: Stream) -> _End:
         """Hand on what the stream brings, until it ends."""
-        lines, end = wire.Lines(), None
+        lines = wire.Lines()
         try:
-            with anyio.CancelScope() as scope:
-                async for chunk in stream.chunks():
-                    self.heard_s = anyio.current_time()
-                    self._busy = True  # with the reader or a check, so that silence proves nothing
-                    for line in lines.feed(chunk):
-                        end = end or await self._take(line)
-                    self._busy = False
-                    if end is not None:
-                        scope.cancel()  # leaving the loop instead would leave httpx2's generators to the collector
+            while chunk := await stream.receive():
+                self.heard_s = anyio.current_time()
+                self._busy = True  # with the reader or a check, so that silence proves nothing
+                for line in lines.feed(chunk):
+                    if (end := await self._take(line)) is not None:
+                        return end
+                self._busy = False
         except Broken as broken:
-            return end or _gone(broken.why)
-        return end or _gone("it closed the watch")
+            return _gone(broken.why)
+        return _gone("it closed the watch")
 
     async def _take(self, line: bytes) -> _End | None:
         """One message; None: go on."""

@@ -18,6 +18,8 @@ import anyio
 import anyio.abc
 import httpx2
 
+from llmgw.store.etcd_wire import Lines
+
 WATCH: Final = "/v3/watch"
 _GONE: Final = (anyio.BrokenResourceError, anyio.ClosedResourceError, anyio.EndOfStream)
 _LENGTH: Final = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
@@ -220,11 +222,20 @@ class _Watch:
         self.outbox, self.outbox_end = anyio.create_memory_object_stream[bytes](1024)
 
     async def read(self, client: httpx2.AsyncClient, url: str, body: bytes, headers: dict[str, str]) -> None:
+        lines = Lines()
         with self.outbox:
             try:
                 async with client.stream("POST", url, content=body, headers=headers) as response:
-                    async for line in response.aiter_lines():
-                        await self.outbox.send(line.encode())
+                    chunks = response.aiter_raw()
+                    try:
+                        async for chunk in chunks:
+                            for line in lines.feed(chunk):
+                                await self.outbox.send(line)
+                    finally:
+                        with anyio.CancelScope() as scope:  # a cancelled read ends httpx2's generators for good
+                            scope.cancel()
+                            async for _ in chunks:
+                                pass
             except (httpx2.TransportError, *_GONE):
                 self.scope.cancel()
 

@@ -65,7 +65,12 @@ def test_all_problems_come_at_once(tmp_path: Path) -> None:
 def test_certificates(tmp_path: Path) -> None:
     made = Certificates.make(tmp_path / "tls")
     https = ("https://127.0.0.1:1",)
-    good: dict[str, Any] = {"endpoints": https, "ca": str(made.ca), "cert": str(made.client), "key": str(made.client_key)}
+    good: dict[str, Any] = {
+        "endpoints": https,
+        "ca": str(made.ca),
+        "cert": str(made.client),
+        "key": str(made.client_key),
+    }
     assert tls_context(EtcdConfig(**good)).cert_store_stats()["x509_ca"] == 1  # ours, and no other authority
     (plain,) = problems({**good, "endpoints": ("http://127.0.0.1:1",)})
     assert "plain HTTP" in plain

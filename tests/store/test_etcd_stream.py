@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -48,9 +48,8 @@ class FakeStream:
     def end(self) -> None:
         self._say.close()
 
-    async def chunks(self) -> AsyncGenerator[bytes]:
-        async for chunk in self._hear:
-            yield chunk
+    async def receive(self) -> bytes:
+        return await anext(self._hear, b"")
 
     async def read(self) -> bytes:
         return b"".join([chunk async for chunk in self._hear])
