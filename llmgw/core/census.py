@@ -209,11 +209,12 @@ def _rolled(census: Census) -> Iterator[Retirement]:
 
 
 def _surplus(census: Census, among: tuple[Replica, ...]) -> Iterator[Retirement]:
-    """Replicas beyond what is wanted: those that do not serve, then stand-ins of what came back, then the newest."""
+    """Replicas beyond what is wanted: those that do not serve before those that do, and of these the newest first.
+
+    So a stand-in goes before what it stood in for, when that came back first.
+    """
     here = {replica.id for replica in census.steady}
-    ranked = sorted(
-        among, key=lambda each: (each.id in census.ready, each.replaces not in here, -each.created_at, each.id)
-    )
+    ranked = sorted(among, key=lambda each: (each.id in census.ready, -each.created_at, each.id))
     for replica in ranked[: max(0, len(among) - census.target)]:
         if replica.replaces in here:
             yield replica, Retire.CANCELLED, "what it was to replace is there again"

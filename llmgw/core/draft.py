@@ -48,11 +48,15 @@ class Draft:
         self._back_to(0)
         self.index.dirty = self._dirty
 
-    def emit(self, cause: str, *writes: Write) -> None:
-        """Decide a group; nothing happens without writes. `cause`: one word for the log.
+    def emit(self, cause: str, *writes: Write, first: bool = False) -> None:
+        """Decide a group; nothing happens without writes.
 
-        It takes in every earlier group that wrote one of the same places: the last value counts, the first place in
-        the plan stays.
+        It takes in every earlier group that wrote one of the same places; the last value counts.
+
+        Args:
+            cause: one word for the log.
+            writes: the group.
+            first: it stands where the first of those it took in stood; otherwise at the end of the plan.
         """
         if not writes:
             return
@@ -63,18 +67,18 @@ class Draft:
             self._write(write)
         group = Group(cause=cause, writes=tuple(merged.values()))
         self._owner |= dict.fromkeys(merged, group)
-        if not earlier:
+        if earlier:
+            at = next(i for i, each in enumerate(self.groups) if id(each) in earlier)
+            self.groups = [each for each in self.groups if id(each) not in earlier]
+            self.groups.insert(at if first else len(self.groups), group)
+        else:
             self.groups.append(group)
-            return
-        at = next(i for i, each in enumerate(self.groups) if id(each) in earlier)
-        self.groups[at] = group
-        self.groups = [each for each in self.groups if id(each) not in earlier]
 
-    def put(self, cause: str, ref: Ref, record: Record) -> None:
+    def put(self, cause: str, ref: Ref, record: Record, *, first: bool = False) -> None:
         """Decide a group of one record, unless just that stands there already."""
         row = self.index.row(ref)
         if row is None or row.record != record:
-            self.emit(cause, Put(ref=ref, record=record))
+            self.emit(cause, Put(ref=ref, record=record), first=first)
 
     @contextmanager
     def imagine(self, *writes: Write) -> Iterator[None]:

@@ -163,7 +163,7 @@ class _Before:
             yield Violation(number=3, what=f"{name} appeared without its order for {shard.node}")
         if name not in after.secrets:
             yield Violation(number=3, what=f"{name} appeared without its secret")
-        if self.restoring and where not in after.reports:
+        if self.restoring and where in self.orders and where not in after.reports:
             yield Violation(number=3, what=f"{name} was placed before all nodes had reported to the restored store")
 
     def retired(self, after: Index) -> Iterator[Violation]:

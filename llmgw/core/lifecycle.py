@@ -10,6 +10,7 @@ an operator has declared the machine gone. Absence of a report, a session or an 
 from __future__ import annotations
 
 import hashlib
+from typing import Final
 
 import msgspec
 
@@ -37,10 +38,10 @@ from llmgw.core.snapshot import Index, Kind, Ref
 from llmgw.core.units import Now
 from llmgw.errors import InvariantError
 
-REASON_LEN_MAX = 400
+REASON_LEN_MAX: Final = 400
 """Longest reason kept in a record, in characters: a node's last words may be a whole stack trace."""
 
-JITTER = 0.2
+JITTER: Final = 0.2
 """A backoff is spread by ± this share, so that what failed together does not come back together."""
 
 
@@ -259,13 +260,19 @@ def release(
 
 
 def leaving_phase(index: Index, replica: Replica) -> ReplicaPhase:
-    """The phase of a replica on its way out: stopping once no shard of it finishes requests any more."""
+    """The phase of a replica on its way out: stopping once no shard of it, as ordered, finishes requests any more."""
     if replica.phase is not ReplicaPhase.DRAINING:
         return replica.phase
-    reports = [report_of(index, replica, shard) for shard in replica.shards if not shard.released]
-    past = {ShardPhase.STOPPING, *GONE}
-    done = all(report is not None and report.phase in past for report in reports)
-    return ReplicaPhase.STOPPING if done else ReplicaPhase.DRAINING
+    for shard in replica.shards:
+        row = index.assignments.get(shard_name(shard.node, replica.id, shard.rank))
+        report = report_of(index, replica, shard)
+        answers = report is not None and row is not None and report.assignment_rev >= row.mod_revision
+        if not shard.released and not (answers and report is not None and report.phase in _PAST_DRAINING):
+            return ReplicaPhase.DRAINING
+    return ReplicaPhase.STOPPING
+
+
+_PAST_DRAINING: Final = frozenset({ShardPhase.STOPPING, *GONE})
 
 
 def is_live(replica: Replica) -> bool:

@@ -7,6 +7,7 @@ off, and nothing is decided about what can't be read.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import msgspec
 
@@ -45,7 +46,7 @@ from llmgw.core.replica import (
 )
 from llmgw.core.snapshot import Index, Kind, Ref
 
-FAILED_NODES_MAX = 32
+FAILED_NODES_MAX: Final = 32
 """Nodes remembered per model as having failed it lately; beyond that the oldest are forgotten."""
 
 
@@ -270,7 +271,7 @@ def conclude(p: Pass, model: Tended, inventory: Inventory) -> None:
     )
     if not model.short:
         state = _explained(p, model, state, inventory)
-    p.draft.put("state", ref, msgspec.structs.replace(state, reason=_reason(p, state, census)))
+    p.draft.put("state", ref, msgspec.structs.replace(state, reason=_reason(p, state, census)), first=True)
 
 
 def _rollout(census: Census) -> Rollout:

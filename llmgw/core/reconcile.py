@@ -180,8 +180,7 @@ def _judge_nodes(p: Pass, nodes: set[str]) -> None:
     """Write what each node is now: those that changed, and all that are not Ready, since time alone may change them."""
     index = p.index
     away = {name for name, row in index.node_states.items() if row.record and row.record.liveness is not Liveness.READY}
-    gone = set() if p.restoring else _forgotten(index, nodes | away)
-    for name in sorted((nodes | away) - gone):
+    for name in sorted((nodes | away) - _forgotten(index, nodes | away)):
         there = name in index.sessions or name in index.facts or name in index.node_states
         unreadable = any(Ref(kind, name) in index.corrupted for kind in (Kind.SESSION, Kind.NODE_STATE))
         if there and not unreadable:
@@ -209,8 +208,8 @@ def _states(index: Index) -> list[NodeState]:
 
 
 def _released(index: Index) -> frozenset[str]:
-    """Nodes whose very absence, that of the last session seen, an operator has judged real."""
-    found: set[str] = set()
+    """Nodes whose very absence, that of the last session seen, an operator has judged real; and those declared gone."""
+    found = _forgotten(index, index.node_specs)
     for name, row in index.node_specs.items():
         release = None if row.record is None else row.record.release
         state = index.node_states.record(name)
@@ -279,7 +278,8 @@ def _fleet(p: Pass) -> bool:
     ended = p.restoring and _all_reported(p)
     if ended:
         p.restoring = False
-    every_s = math.ceil(len(index.node_states) / MEASURE_NODES_PER_S)
+    count = len(index.node_states.keys() - _forgotten(index, index.node_specs))
+    every_s = math.ceil(count / MEASURE_NODES_PER_S)
     incarnation = p.incarnation if old is None or not p.restoring else old.incarnation
     fleet = Fleet(
         measure_every_s=min(MEASURE_MAX_S, max(MEASURE_MIN_S, float(every_s))),
