@@ -137,7 +137,7 @@ def check_explained(index: Index) -> list[Violation]:
         if state.unplaced is None and not state.reason and state.retry_at is None:
             found.append(Violation(number=8, what=f"{state.name} lacks a replica and nothing says why"))
         for profile in spec.profiles:
-            verdicts = [v for v in explain(inventory, spec) if not isinstance(v, Refusal) or v.profile == profile.name]
+            verdicts = [each for each in explain(inventory, spec) if each.profile == profile.name]
             whole = any(isinstance(verdict, Refusal) and not verdict.node for verdict in verdicts)
             if not whole and {verdict.node for verdict in verdicts} != set(inventory.names):
                 found.append(Violation(number=8, what=f"{state.name}: a node is not explained for {profile.name}"))

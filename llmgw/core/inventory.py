@@ -9,6 +9,7 @@ Invariant: an entry depends on one node's records alone, so that the index can k
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import cast
@@ -43,7 +44,9 @@ class Unclaimed(msgspec.Struct, frozen=True, kw_only=True):
 class NodeInventory(msgspec.Struct, frozen=True, kw_only=True):
     """One node as placement sees it. `memory_total_bytes` None: never reported, so unknown.
 
-    `claimed_bytes` is what the holdings declare, `unclaimed_bytes` what is known of the unclaimed. `shards`: names that
+    `claimed_bytes` is what the holdings declare, `unclaimed_bytes` what is known of the unclaimed, `unaccounted` what
+    runs here without anybody knowing what it holds. `free_bytes`: memory that may still be promised, below zero after
+    facts shrank, None when the total is unknown. `live_replicas`: model -> its live replicas here. `shards`: names that
     stand in its orders or reports. `corrupt`: why its records can't all be read; then it takes nothing new. `present`:
     there is a session. `store`: the store incarnation its last full report was made for.
     """
@@ -61,26 +64,13 @@ class NodeInventory(msgspec.Struct, frozen=True, kw_only=True):
     claimed_bytes: int
     unclaimed_bytes: int
     holdings: tuple[Holding, ...]
+    live_replicas: dict[str, int]
     unclaimed: tuple[Unclaimed, ...]
+    unaccounted: tuple[str, ...]
+    free_bytes: int | None
     shards: int
     corrupt: tuple[str, ...]
     weights: frozenset[str] | None
-
-    @property
-    def free_bytes(self) -> int | None:
-        """Memory that may still be promised; below zero after facts shrank, None when the total is unknown."""
-        if self.memory_total_bytes is None:
-            return None
-        return self.memory_total_bytes - self.claimed_bytes - self.unclaimed_bytes
-
-    @property
-    def unaccounted(self) -> tuple[str, ...]:
-        """What runs here without anybody knowing what it holds."""
-        return tuple(each.replica for each in self.unclaimed if each.claim is None)
-
-    def replicas_of(self, model: str) -> int:
-        """How many live replicas of `model` have a shard here."""
-        return sum(1 for holding in self.holdings if holding.live and holding.model == model)
 
 
 def live_shard(replica: Replica | None, *, node: str, rank: int) -> ReplicaShard | None:
@@ -105,7 +95,10 @@ def _node_inventory(index: Index, name: str) -> NodeInventory:
     state = index.node_states.record(name)
     holdings = tuple(sorted(_holdings(index, name), key=lambda holding: (holding.replica, holding.rank)))
     unclaimed = tuple(_unclaimed(index, name, {(holding.replica, holding.rank) for holding in holdings}))
-    total = None if facts is None else facts.memory_bytes
+    total = None if facts is None or (facts.memory_bytes or 0) < 0 else facts.memory_bytes
+    claimed = sum(holding.claim.memory_bytes or 0 for holding in holdings)
+    running = sum((each.claim.memory_bytes or 0) for each in unclaimed if each.claim is not None)
+    live = Counter(holding.model for holding in holdings if holding.live)
     sets = None if facts is None else facts.weights
     return NodeInventory(
         name=name,
@@ -117,11 +110,14 @@ def _node_inventory(index: Index, name: str) -> NodeInventory:
         labels={**(facts.labels if facts else {}), **(spec.labels if spec else {})},
         facts=facts,
         address=None if session is None else session.address,
-        memory_total_bytes=None if total is None or total < 0 else total,
-        claimed_bytes=sum(holding.claim.memory_bytes or 0 for holding in holdings),
-        unclaimed_bytes=sum((each.claim.memory_bytes or 0) for each in unclaimed if each.claim is not None),
+        memory_total_bytes=total,
+        claimed_bytes=claimed,
+        unclaimed_bytes=running,
         holdings=holdings,
+        live_replicas=dict(live),
         unclaimed=unclaimed,
+        unaccounted=tuple(each.replica for each in unclaimed if each.claim is None),
+        free_bytes=None if total is None else total - claimed - running,
         shards=len(index.assignments_on.get(name, set()) | index.reports_on.get(name, set())),
         corrupt=tuple(_corrupt(index, name)) if index.corrupted else (),
         weights=None if sets is None else frozenset(each.source for each in sets if each.complete),
@@ -177,6 +173,8 @@ class Inventory:
 
     index: Index
     names: list[str] = field(init=False)
+    kept: dict[object, object] = field(default_factory=dict)
+    """What placement has worked out so far; it checks by identity that a node is still the one it judged."""
 
     def __post_init__(self) -> None:
         self.names = self.index.nodes()

@@ -9,8 +9,10 @@ read. Weights are a preference, never a filter.
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import cast
 
 import msgspec
 
@@ -37,6 +39,7 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
     """A node that can take one shard of a profile. `build` None: the node can't say which it has."""
 
     node: str
+    profile: str
     build: str | None
     score: Score
 
@@ -78,90 +81,136 @@ def place(inventory: Inventory, spec: ModelSpec, *, failed: frozenset[str] = fro
     if not spec.profiles:
         refusals.append(Refusal(constraint=Constraint.NO_PROFILES, profile=""))
     for profile in by_priority(spec):
-        fits: list[Fit] = []
-        for verdict in judge(inventory, spec, profile, failed=failed):
-            match verdict:
-                case Fit():
-                    fits.append(verdict)
-                case Refusal():
-                    refusals.append(verdict)
-        if fits:
-            return _placement(inventory, profile, fits, refusals)
+        sieve = sift(inventory, profile)
+        if not sieve.builds:
+            refusals += sieve.refusals.values()
+            continue
+        ranked = heapq.nsmallest(2, (_rank(sieve.nodes[name], spec, failed) for name in sieve.builds))
+        scores = [_score(sieve.nodes[each[-1]], spec, failed) for each in ranked]
+        receipt = Receipt(
+            revision=inventory.index.revision,
+            profile=profile.name,
+            winner=(scores[0],),
+            runner_up=scores[1] if len(scores) > 1 else None,
+            refused=counted(refusals) if not sieve.refusals else counted([*refusals, *sieve.refusals.values()]),
+            nearest=nearest([*nearest(refusals), *sieve.nearest()]),
+        )
+        best = scores[0].node
+        shard = ReplicaShard(rank=0, node=best, claim=Claim(memory_bytes=profile.memory_bytes))
+        return Placement(profile=profile, shards=(shard,), build=sieve.builds[best], fabric=None, receipt=receipt)
     return Rejection(refusals=tuple(refusals))
 
 
-def judge(
-    inventory: Inventory, spec: ModelSpec, profile: Profile, *, failed: frozenset[str] = frozenset()
-) -> Iterator[Fit | Refusal]:
-    """What becomes of every node as a candidate for one shard of `profile`, by name: the whole explanation."""
+def explain(inventory: Inventory, spec: ModelSpec, *, failed: frozenset[str] = frozenset()) -> list[Fit | Refusal]:
+    """Everything placement would weigh for one more replica now: each profile by priority, in it each node by name."""
+    if not spec.profiles:
+        return [Refusal(constraint=Constraint.NO_PROFILES, profile="")]
+    found: list[Fit | Refusal] = []
+    for profile in by_priority(spec):
+        sieve = sift(inventory, profile)
+        found += (refusal for name, refusal in sieve.refusals.items() if not name)
+        for name in inventory.names if sieve.nodes else ():
+            if (refusal := sieve.refusals.get(name)) is not None:
+                found.append(refusal)
+            else:
+                score = _score(sieve.nodes[name], spec, failed)
+                found.append(Fit(node=name, profile=profile.name, build=sieve.builds[name], score=score))
+    return found
+
+
+@dataclass
+class Sieve:
+    """Every node judged for one shard of a profile, whatever the model.
+
+    `builds`: node that fits -> the build it would run (None: it can't say). `refusals`: node that does not -> why; the
+    name is empty where the profile as a whole is refused. `nodes`: what each was judged by.
+    """
+
+    nodes: dict[str, NodeInventory] = field(default_factory=dict)
+    builds: dict[str, str | None] = field(default_factory=dict)
+    refusals: dict[str, Refusal] = field(default_factory=dict)
+    _nearest: tuple[Refusal, ...] | None = None
+
+    def nearest(self) -> tuple[Refusal, ...]:
+        """The nearest misses among the refusals."""
+        if self._nearest is None:
+            self._nearest = nearest(self.refusals.values())
+        return self._nearest
+
+    def judge(self, node: NodeInventory, profile: Profile, wish: EngineSpec | None) -> None:
+        """Judge one node, or judge it anew because it changed."""
+        self.nodes[node.name] = node
+        verdict = _judge(node, profile, wish)
+        if isinstance(verdict, Refusal):
+            self.builds.pop(node.name, None)
+            self.refusals[node.name] = verdict
+            self._nearest = None
+        else:
+            self.builds[node.name] = None if verdict is None else verdict.id
+            if self.refusals.pop(node.name, None) is not None:
+                self._nearest = None
+
+
+def sift(inventory: Inventory, profile: Profile) -> Sieve:
+    """All nodes judged for `profile`. Kept with the inventory: only nodes that changed since are judged again."""
+    whole = _whole(inventory, profile)
+    if whole is not None:
+        return Sieve(refusals={"": whole})
+    key = (profile.name, profile.engine, profile.memory_bytes, tuple(sorted(profile.node_selector.items())))
+    sieve = cast("Sieve", inventory.kept.setdefault(key, Sieve()))
+    wish, nodes = inventory.wish(profile.engine), sieve.nodes
+    for node in inventory.nodes():
+        if nodes.get(node.name) is not node:
+            sieve.judge(node, profile, wish)
+    return sieve
+
+
+def _whole(inventory: Inventory, profile: Profile) -> Refusal | None:
+    """Why no node at all can take the profile."""
+
+    def refuse(constraint: Constraint, detail: str = "") -> Refusal:
+        return Refusal(constraint=constraint, profile=profile.name, detail=detail)
+
     if profile.nodes > 1 or profile.gpus_per_node > 0:
         what = "several nodes" if profile.nodes > 1 else "GPUs"
-        why = f"asks for {what}, which this version does not place"
-        yield Refusal(constraint=Constraint.UNSUPPORTED, profile=profile.name, detail=why)
-        return
+        return refuse(Constraint.UNSUPPORTED, f"asks for {what}, which this version does not place")
     if inventory.wish_corrupt(profile.engine):
-        why = f"the wished version of {profile.engine} can't be read"
-        yield Refusal(constraint=Constraint.RECORD_CORRUPT, profile=profile.name, detail=why)
-        return
-    if not inventory.names:
-        yield Refusal(constraint=Constraint.NO_NODES, profile=profile.name)
-        return
-    wish = inventory.wish(profile.engine)
-    for node in inventory.nodes():
-        yield _judge(node, spec, profile, wish, failed)
+        return refuse(Constraint.RECORD_CORRUPT, f"the wished version of {profile.engine} can't be read")
+    return refuse(Constraint.NO_NODES) if not inventory.names else None
 
 
-def _judge(
-    node: NodeInventory, spec: ModelSpec, profile: Profile, wish: EngineSpec | None, failed: frozenset[str]
-) -> Fit | Refusal:
+def _judge(node: NodeInventory, profile: Profile, wish: EngineSpec | None) -> Build | Refusal | None:
+    """The filters in their order: why the node can't take a shard, or the build it would run."""
     refusal = _standing(node, profile)
     if refusal is not None:
         return refusal
     build = _build(node, profile, wish)
-    if isinstance(build, Refusal):
-        return build
-    refusal = _memory(node, profile)
-    if refusal is not None:
-        return refusal
-    return Fit(node=node.name, build=None if build is None else build.id, score=_score(node, spec, failed))
+    return build if isinstance(build, Refusal) else _memory(node, profile) or build
 
 
-def _placement(inventory: Inventory, profile: Profile, fits: list[Fit], refusals: list[Refusal]) -> Placement:
-    ranked = sorted(fits, key=lambda fit: rank(fit.score))
-    best, second = ranked[0], ranked[1] if len(ranked) > 1 else None
-    receipt = Receipt(
-        revision=inventory.index.revision,
-        profile=profile.name,
-        winner=(best.score,),
-        runner_up=None if second is None else second.score,
-        refused=counted(refusals),
-        nearest=nearest(refusals),
-    )
-    shard = ReplicaShard(rank=0, node=best.node, claim=Claim(memory_bytes=profile.memory_bytes))
-    return Placement(profile=profile, shards=(shard,), build=best.build, fabric=None, receipt=receipt)
-
-
-def rank(score: Score) -> tuple[bool, bool, int, bool, float, str]:
-    """A score as a sort key: smaller is better, unknown room comes last."""
-    free = math.inf if score.free_bytes is None else score.free_bytes
+def _rank(node: NodeInventory, spec: ModelSpec, failed: frozenset[str]) -> tuple[bool, bool, int, bool, float, str]:
+    """A node's score as a sort key: smaller is better, unknown room comes last."""
+    free = node.free_bytes
     return (
-        score.failed_lately,
-        score.weights_missing,
-        score.replicas_of_model,
-        score.node_empty,
-        free,
-        score.node,
+        node.name in failed,
+        node.weights is None or spec.source not in node.weights,
+        node.live_replicas.get(spec.name, 0),
+        not node.holdings and not node.unclaimed,
+        math.inf if free is None else free,
+        node.name,
     )
 
 
 def _score(node: NodeInventory, spec: ModelSpec, failed: frozenset[str]) -> Score:
+    """The same for people to read."""
+    lately, missing, replicas, empty, _, name = _rank(node, spec, failed)
     return Score(
-        failed_lately=node.name in failed,
-        weights_missing=node.weights is None or spec.source not in node.weights,
-        replicas_of_model=node.replicas_of(spec.name),
-        node_empty=not node.holdings and not node.unclaimed,
+        failed_lately=lately,
+        weights_missing=missing,
+        replicas_of_model=replicas,
+        node_empty=empty,
         free_bytes=node.free_bytes,
-        node=node.name,
+        node=name,
     )
 
 
@@ -253,10 +302,3 @@ def _memory(node: NodeInventory, profile: Profile) -> Refusal | None:
         holders=bounded_holders((name, size) for name, size in holders if size > 0),
         detail=clip(said),
     )
-
-
-def explain(inventory: Inventory, spec: ModelSpec, *, failed: frozenset[str] = frozenset()) -> list[Fit | Refusal]:
-    """Everything placement would weigh for one more replica now: each profile by priority, in it each node by name."""
-    if not spec.profiles:
-        return [Refusal(constraint=Constraint.NO_PROFILES, profile="")]
-    return [verdict for profile in by_priority(spec) for verdict in judge(inventory, spec, profile, failed=failed)]
