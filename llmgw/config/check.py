@@ -84,7 +84,7 @@ def split_listen(listen: str) -> tuple[str, int]:
         raise ValueError(f"port {port} is not in 0 to 65535")
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     if (problem := _host_problem(bare)) is not None or (":" in bare) != (bare != host):
-        raise ValueError(f"{show(host)} {problem or 'is an IPv6 address, which goes in [brackets]'}")
+        raise ValueError(f"the host {show(host)} {problem or 'is an IPv6 address, which goes in [brackets]'}")
     return bare, int(port)
 
 

@@ -103,4 +103,4 @@ def _absolute(tree: Tree, base: Path, reader: Reader, place: Place = ()) -> Tree
 
 def _is_path(place: Place) -> bool:
     keys = [part for part in place if isinstance(part, str)]
-    return keys[-1] in _PATHS and keys[0] != "labels"
+    return bool(keys) and keys[-1] in _PATHS and keys[0] != "labels"

@@ -16,7 +16,6 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, TypeVar
 
-import msgspec
 from msgspec import inspect
 
 from llmgw.core.yaml_tree import Fields, Items, Node, Path, Text, Tree, Unusable, nearest, parse, problem, show
@@ -147,11 +146,11 @@ class Reader:
             case inspect.StrType():
                 return text
             case inspect.IntType() if _INT.fullmatch(text):
-                return msgspec.convert(text, int, strict=False)
+                return int(text)
             case inspect.FloatType() if _FLOAT.fullmatch(text) and math.isfinite(float(text)):
-                return msgspec.convert(text, float, strict=False)
+                return float(text)
             case inspect.BoolType() if text.lower() in ("true", "false"):
-                return msgspec.convert(text.lower(), bool, strict=False)
+                return text.lower() == "true"
             case inspect.EnumType():
                 members = [str(member.value) for member in info.cls]
                 if text in members:
