@@ -48,11 +48,15 @@ class Checker:
     fenced: bool = True
     stops_on_exit: bool = False
 
+    stale: set[str] = field(default_factory=set)
+    """Shards whose reports were made in a history that is gone: what their nodes say next may be anything."""
+
     def reset(self, changes: Iterable[Change], *, revision: int) -> list[Violation]:
         """Another store, or one whose history is unknown: take it as it is."""
         self.index = Index()
         self.index.reset(changes, revision=revision)
         self.index.revision = revision
+        self.stale = set(self.index.reports)
         return check(self.index)
 
     def advance(self, changes: Iterable[Change], *, revision: int) -> list[Violation]:
@@ -66,7 +70,8 @@ class Checker:
             found += before.claims(self.index)
             found += before.retired(self.index)
             found += before.liveness(self.index)
-        found += before.reports(self.index, stops_on_exit=self.stops_on_exit)
+        found += before.reports(self.index, stale=self.stale, stops_on_exit=self.stops_on_exit)
+        self.stale -= before.reported.keys()
         return [*found, *check(self.index)]
 
 
@@ -79,7 +84,7 @@ class _Before:
         self.head, self.leader = index.head, index.leader
         self.replicas: dict[str, Replica | None] = {}
         self.orders: dict[str, Assignment | None] = {}
-        self.phases: dict[str, ShardPhase | None] = {}
+        self.reported: dict[str, ShardReport | None] = {}
         self.states: dict[str, Liveness | None] = {}
         self.confirmed: set[str] = set()
         """Names of shards whose order to stop was confirmed, or whose machine was declared gone."""
@@ -105,8 +110,7 @@ class _Before:
                 self.orders[ref.name] = index.assignments.record(ref.name)
                 self._note_shard(index, ref.name)
             case Kind.SHARD:
-                report = index.reports.record(ref.name)
-                self.phases[ref.name] = None if report is None else report.phase
+                self.reported[ref.name] = index.reports.record(ref.name)
             case Kind.NODE_STATE:
                 state = index.node_states.record(ref.name)
                 self.states[ref.name] = None if state is None else state.liveness
@@ -205,25 +209,30 @@ class _Before:
             if len(recent) > max(1, int(LOST_SHARE * len(after.node_states))):
                 yield Violation(number=6, what=f"{len(recent)} nodes were declared Lost within a minute")
 
-    def reports(self, after: Index, *, stops_on_exit: bool) -> Iterator[Violation]:
-        """3 and 5: nothing starts on what another still holds, nothing stops unasked."""
-        for name, was in self.phases.items():
+    def reports(self, after: Index, *, stale: set[str], stops_on_exit: bool) -> Iterator[Violation]:
+        """3 and 5: nothing starts on what another still holds, nothing stops unasked but by its own failure."""
+        for name, was in self.reported.items():
             report = after.reports.record(name)
-            if report is None or report.phase is was:
+            if report is None or name in stale:
                 continue
-            if report.phase in HOLDS and was not in HOLDS:
+            if _holds(report) and (was is None or not _holds(was)):
                 yield from _crowded(after, report)
-            ends = report.phase in (ShardPhase.DRAINING, ShardPhase.STOPPING, ShardPhase.STOPPED)
+            if was is None or report.phase is was.phase or stops_on_exit or _declared_gone(after, report.node):
+                continue
             row = after.assignments.get(name)
             ordered = row is not None and (row.record is None or row.record.desired is Desired.STOPPED)
-            if (
-                ends
-                and not ordered
-                and not stops_on_exit
-                and was is not None
-                and not _declared_gone(after, report.node)
-            ):
-                yield Violation(number=5, what=f"{name} went from {was.value} to {report.phase.value} without an order")
+            failing = report.phase is ShardPhase.STOPPING and report.reason
+            if report.phase in _ENDS and not ordered and not failing:
+                what = f"{name} went from {was.phase.value} to {report.phase.value} without an order"
+                yield Violation(number=5, what=what)
+
+
+_ENDS: Final = frozenset({ShardPhase.DRAINING, ShardPhase.STOPPING, ShardPhase.STOPPED})
+
+
+def _holds(report: ShardReport) -> bool:
+    """Whether processes of the shard may be there. One that is to start, and waits for room or a port, has none yet."""
+    return report.phase in HOLDS and (report.phase is not ShardPhase.STARTING or report.pid is not None)
 
 
 _MAY_EMPTY: Final = frozenset({Retire.ROLLED, Retire.FAILED, Retire.UNKNOWN})
@@ -275,7 +284,7 @@ def _crowded(index: Index, started: ShardReport) -> Iterator[Violation]:
     uuids = {gpu.uuid for gpu in own.gpus}
     for name in sorted(index.reports_on.get(node, ())):
         report = index.reports.record(name)
-        if report is None or report.phase not in HOLDS or is_frozen(index, report.replica):
+        if report is None or not _holds(report) or is_frozen(index, report.replica):
             continue
         claim = _claim_of(index, report)
         held += claim.memory_bytes or 0
