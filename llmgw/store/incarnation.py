@@ -2,7 +2,7 @@
 
 A store restored from a backup can have the same cluster id and serve the same keys with revisions that mean something
 else. `deploy/etcd/restore` writes a new incarnation before it lets anybody in; `HighWater` catches the restores that
-did not. It may only be told revisions of linearizable replies: those of followers, watches and keepalives lag.
+did not. Only a linearizable reply can show that: those of followers, watches and keepalives lag behind what was.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class HighWater:
-    """The highest revision this process was ever told by a linearizable reply, in the present incarnation of the store.
+    """The highest revision that the present incarnation of the store is known to have reached.
 
     Ask `mark()` before a call and check its reply against that: of two calls in flight at once the later reply may
     rightly carry the lower revision.
@@ -56,6 +56,10 @@ class HighWater:
         """As `see`, without judging: for those who do not lead."""
         if incarnation != self._incarnation:
             self.begin(incarnation, revision)
+        self._revision = max(self._revision, revision)
+
+    def reached(self, revision: int) -> None:
+        """A revision this incarnation is known to have reached: a watch lags, but what it tells was committed."""
         self._revision = max(self._revision, revision)
 
     def begin(self, incarnation: str, revision: int) -> None:
