@@ -33,13 +33,16 @@ _PLAIN: Final = re.compile(r"[^\s\"=]+")
 _JSON: Final = msgspec.json.Encoder(enc_hook=str)
 
 
-def configure(form: str, *, level: int = logging.INFO, stream: TextIO = sys.stderr) -> None:
-    """Send everything from `level` up to `stream`, as `text` or `json`. Colours only on a terminal without NO_COLOR.
+def configure(form: str, *, level: int = logging.INFO, stream: TextIO | None = None) -> None:
+    """Send everything from `level` up to `stream` (stderr if None), as `text` or `json`.
+
+    Colours only on a terminal, and not with NO_COLOR.
 
     Raises ValueError for another form.
     """
     if form not in ("text", "json"):
         raise ValueError(f"no log format named {form!r}: text or json")
+    stream = stream or sys.stderr
     colour = stream.isatty() and not os.environ.get("NO_COLOR")
     handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter(colour=colour))
@@ -83,7 +86,7 @@ class JsonFormatter(logging.Formatter):
         line |= {key: value for key, value in _fields(record).items() if key not in line}
         if record.exc_info:
             line["trace"] = self.formatException(record.exc_info)
-        return _JSON.encode(line).decode()
+        return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", _JSON.encode(line).decode())
 
 
 def _fields(record: logging.LogRecord) -> Mapping[str, Any]:
