@@ -110,7 +110,7 @@ class GatewayClient(Etcd3Client):
         """One request, whatever its answer. `timeout`: for connecting, and for each read. Raises Broken."""
         timeout = timeout or self._timeout
         headers = {} if token is None else {"Authorization": token.reveal()}
-        with _requests_errors(timeout):
+        with _requests_errors(member, timeout):
             response = self.session.post(  # type: ignore[misc]  # `args` are etcd3gw's business, we pass none
                 (member or self.base_url) + url,
                 *args,
@@ -124,7 +124,7 @@ class GatewayClient(Etcd3Client):
 
 
 @contextmanager
-def _requests_errors(timeout: tuple[float, float]) -> Iterator[None]:
+def _requests_errors(member: str, timeout: tuple[float, float]) -> Iterator[None]:
     """Requests' errors as ours. `sent` unless it is certain that nothing was."""
     try:
         yield
@@ -135,11 +135,14 @@ def _requests_errors(timeout: tuple[float, float]) -> Iterator[None]:
     except OSError as error:  # RequestException is one; a vanished certificate file is a plain one
         chain = list(_chain(error))
         names = {type(link).__name__ for link in chain}
+        if "RemoteDisconnected" in names:
+            hint = " (does it want https://?)" if member.startswith("http://") else ""
+            raise Broken(f"it closed the connection without an answer{hint}", sent=True, empty=True) from error
         why = next(
             (link.strerror for link in reversed(chain) if isinstance(link, OSError) and link.strerror), str(error)
         )
         unsent = not names.isdisjoint({"NewConnectionError", "NameResolutionError", "SSLCertVerificationError"})
-        raise Broken(why, sent=not unsent, empty="RemoteDisconnected" in names) from error
+        raise Broken(why, sent=not unsent) from error
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

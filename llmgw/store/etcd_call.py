@@ -13,6 +13,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Final, Protocol, TypeVar
 
 import anyio
+import anyio.lowlevel
 import msgspec
 
 from llmgw.core.ids import Secret
@@ -106,8 +107,6 @@ class Members:
         self.rotations = 0
         self._current = first % len(urls)
         self._avoid_until_s = [0.0] * len(urls)
-        self.reasons: dict[str, str] = {}
-        """Why each of them failed when it last did."""
 
     @property
     def current(self) -> str:
@@ -127,10 +126,9 @@ class Members:
             self.rotations += 1
         return self.current
 
-    def failed(self, url: str, why: str, now_s: float) -> None:
+    def failed(self, url: str, now_s: float) -> None:
         """Leave `url` alone for a while."""
         self._avoid_until_s[self.urls.index(url)] = now_s + AVOID_S
-        self.reasons[url] = why
 
 
 class Login(msgspec.Struct, frozen=True, kw_only=True):
@@ -192,6 +190,7 @@ class Caller:
             answer = await self._attempt(member, path, body, decoder, again=again, lane=lane, deadline_s=deadline_s)
             if not isinstance(answer, Failure):
                 return answer
+            await anyio.lowlevel.checkpoint_if_cancelled()  # a write was shielded; whoever left wants no error any more
             match answer.verdict:
                 case Verdict.LOGIN if self._login is not None and not logged_in:
                     logged_in = True
@@ -203,7 +202,7 @@ class Caller:
                 case Verdict.NOWHERE:
                     raise _undone(again, f"{member}: {answer.why}")
                 case Verdict.UNCLEAR | Verdict.ELSEWHERE:
-                    self.members.failed(member, answer.why, anyio.current_time())
+                    self.members.failed(member, anyio.current_time())
                     if answer.verdict is Verdict.UNCLEAR and not again:
                         raise OutcomeUnknown(f"{member}: {answer.why}")
             await self._pause(reasons, member, answer.why)
@@ -213,7 +212,7 @@ class Caller:
     async def _pause(self, reasons: dict[str, str], member: str, why: str) -> None:
         """Note why `member` failed; wait a little where all of them have."""
         all_failed = member in reasons or len(reasons) + 1 == len(self.members.urls)
-        reasons[member] = why
+        reasons.setdefault(member, why)  # the first says most; later ones have less time
         if all_failed:
             await anyio.sleep(ROUND_PAUSE_S * (1 + self.jitter()))
 

@@ -170,7 +170,7 @@ class Watch:
                 self._error = Compacted(0)
             case _:
                 self._ledger.restarts += 1
-                caller.members.failed(member, failure.why, anyio.current_time())
+                caller.members.failed(member, anyio.current_time())
                 if self._failures == 0:
                     log.warning(
                         "a watch ended, going on elsewhere", extra={"fields": {"member": member, "why": failure.why}}

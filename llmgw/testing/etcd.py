@@ -26,13 +26,18 @@ START_S: Final = 60.0
 
 
 class Certificates(msgspec.Struct, frozen=True, kw_only=True):
-    """Files of a throw-away authority. The client's certificate has no CN: etcd's JSON gateway refuses one with it."""
+    """Files of a throw-away authority. The client's certificate has no CN: etcd's JSON gateway refuses one with it.
+
+    `named` is one with a CN, to show just that.
+    """
 
     ca: Path
     server: Path
     server_key: Path
     client: Path
     client_key: Path
+    named: Path
+    named_key: Path
 
     @classmethod
     def make(cls, directory: Path) -> "Certificates":
@@ -44,12 +49,15 @@ class Certificates(msgspec.Struct, frozen=True, kw_only=True):
             server_key=directory / "server.key",
             client=directory / "client.pem",
             client_key=directory / "client.key",
+            named=directory / "named.pem",
+            named_key=directory / "named.key",
         )
         authority = trustme.CA()
         authority.cert_pem.write_to_path(made.ca)
         for certificate, chain, key in (
             (authority.issue_cert("127.0.0.1", "localhost"), made.server, made.server_key),
             (authority.issue_cert("llmgw.test"), made.client, made.client_key),
+            (authority.issue_cert("llmgw.test", common_name="agent-1"), made.named, made.named_key),
         ):
             chain.write_bytes(b"".join(blob.bytes() for blob in certificate.cert_chain_pems))
             key.touch(mode=0o600)

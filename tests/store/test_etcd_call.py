@@ -45,6 +45,7 @@ class Script:
         self.answers = answers
         self.asked: list[tuple[str, str]] = []
         self.tokens: list[str | None] = []
+        self.lanes: list[Lane] = []
         self.logins = 0
 
     async def call(
@@ -60,6 +61,7 @@ class Script:
         leave: bool,
     ) -> Reply:
         self.asked.append((member, path))
+        self.lanes.append(lane)
         self.tokens.append(None if token is None else token.reveal())
         await anyio.sleep(0.001)
         answer = self.answers(member, path)
@@ -269,6 +271,23 @@ def test_a_lost_login_costs_one_login_and_drops_the_stale_token_first(do: Do) ->
             token for (_, path), token in zip(script.asked, script.tokens, strict=True) if path == wire.AUTHENTICATE
         ]
         assert sent == [None, None]
+
+    run_virtual(main)
+
+
+def test_a_keepalive_logs_in_again_on_its_own_lane() -> None:
+    """Etcd from 3.5.28 on asks a token for it, and permission on every key of the lease."""
+
+    async def main() -> None:
+        valid = {"t1"}
+        script, made = authenticated(good=lambda token: token in valid)
+        await read(made)
+        valid.clear()
+        valid.add("t2")
+        script.lanes.clear()
+        await made.call(wire.KEEPALIVE, b"{}", wire.RANGE_REPLY, again=True, lane=Lane.KEEPALIVE)
+        assert script.logins == 2
+        assert script.lanes == [Lane.KEEPALIVE] * 3
 
     run_virtual(main)
 
