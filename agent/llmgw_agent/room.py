@@ -1,7 +1,8 @@
 """Whether a shard may start beside what is still on its way out.
 
 The leader promises memory and GPUs once; this is the node's own second look, for the moment in which the old holder is
-told to go and the new one to come. Only what is certain to end is waited for, so nobody waits for ever.
+told to go and the new one to come, and for a restored store, whose orders do not know of what runs unassigned. Only
+what is certain to end, or to get the leader's word, is waited for, so nobody waits for ever.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ def room_problem(shard: Shard, shards: Iterable[Shard], *, memory_bytes: int | N
         return None
     claim = shard.order.claim
     alive = [o for o in shards if o is not shard and (o.stage in ALIVE or o.stage is Stage.LAUNCHING)]
-    going = [o for o in alive if o.stage in GOING and o.after is not Stage.WAITING]
+    going = [o for o in alive if (o.stage in GOING and o.after is not Stage.WAITING) or not o.assigned]
     wanted = {gpu.uuid for gpu in claim.gpus}
     for other in going:
         held = wanted & {gpu.uuid for gpu in other.order.claim.gpus} if other.order is not None else set()
