@@ -26,7 +26,7 @@ from llmgw.core.replica import (
     ShardReport,
     confirms_stop,
 )
-from llmgw.core.routing import route_table
+from llmgw.core.routing import route
 from llmgw.core.snapshot import Change, Index, Kind, Ref
 
 LEADERS: Final = frozenset(kind for kind in Kind if kind.value.startswith("plan/"))
@@ -67,12 +67,13 @@ class Checker:
         found: list[Violation] = []
         if any(change.ref.kind in LEADERS for change in happened):
             found += before.fence(self.index) if self.fenced else ()
+            found += before.restored(self.index)
             found += before.claims(self.index)
             found += before.retired(self.index)
             found += before.liveness(self.index)
         found += before.reports(self.index, stale=self.stale, stops_on_exit=self.stops_on_exit)
         self.stale -= before.reported.keys()
-        return [*found, *check(self.index)]
+        return [*found, *check(self.index, around=[change.ref for change in happened])]
 
 
 class _Before:
@@ -80,7 +81,6 @@ class _Before:
 
     def __init__(self, index: Index, changes: list[Change]) -> None:
         self.changes = changes
-        leaders = any(change.ref.kind in LEADERS for change in changes)
         self.head, self.leader = index.head, index.leader
         self.replicas: dict[str, Replica | None] = {}
         self.orders: dict[str, Assignment | None] = {}
@@ -89,7 +89,8 @@ class _Before:
         self.confirmed: set[str] = set()
         """Names of shards whose order to stop was confirmed, or whose machine was declared gone."""
         self.restoring = self._restoring(index)
-        self.routes = {model: len(routes) for model, routes in route_table(index).routes.items()} if leaders else {}
+        self.routes: dict[str, int] = {}
+        """Model -> its routable replicas, of the models whose replicas change."""
         for change in changes:
             self._note(index, change.ref)
 
@@ -104,6 +105,8 @@ class _Before:
         match ref.kind:
             case Kind.REPLICA:
                 replica = self.replicas[ref.name] = index.replicas.record(ref.name)
+                if replica is not None:
+                    self.routes[replica.model] = _routable(index, replica.model)
                 for shard in () if replica is None else replica.shards:
                     self._note_shard(index, f"{shard.node}/{ref.name}.{shard.rank}")
             case Kind.ASSIGNMENT:
@@ -137,6 +140,20 @@ class _Before:
         if head is not None and head.term != term:
             yield Violation(number=4, what=f"term {head.term} wrote while term {term} reigned")
 
+    def restored(self, after: Index) -> Iterator[Violation]:
+        """6: the rule for a restored store ends when every node has reported to it or is Lost, or by an operator."""
+        if not self.restoring or self._restoring(after) or after.meta is None or after.meta.record is None:
+            return
+        incarnation = after.meta.record.incarnation
+        recover = after.recover
+        if recover is not None and recover.record is not None and recover.record.incarnation == incarnation:
+            return
+        for name in after.nodes():
+            session, state = after.sessions.record(name), after.node_states.record(name)
+            lost = state is not None and state.liveness is Liveness.LOST
+            if not lost and not _declared_gone(after, name) and (session is None or session.store != incarnation):
+                yield Violation(number=6, what=f"the store counts as adopted, and {name} has not reported to it")
+
     def claims(self, after: Index) -> Iterator[Violation]:
         """1 and 3: claims fit, appear with all their orders, and end confirmed."""
         grown: dict[str, int] = {}
@@ -167,7 +184,7 @@ class _Before:
             yield Violation(number=3, what=f"{name} appeared without its order for {shard.node}")
         if name not in after.secrets:
             yield Violation(number=3, what=f"{name} appeared without its secret")
-        if self.restoring and where in self.orders and where not in after.reports:
+        if self.restoring and self._restoring(after) and where in self.orders and where not in after.reports:
             yield Violation(number=3, what=f"{name} was placed before all nodes had reported to the restored store")
 
     def retired(self, after: Index) -> Iterator[Violation]:
@@ -176,15 +193,14 @@ class _Before:
             new = after.replicas.record(name)
             if old is None or not is_live(old) or (new is not None and is_live(new)):
                 continue
-            if self.restoring:
+            if self.restoring and self._restoring(after):
                 yield Violation(number=6, what=f"{name} was retired before all nodes had reported")
             elif new is not None and not _justified(after, new):
                 why = "nothing" if new.retire is None else new.retire.value
                 yield Violation(number=6, what=f"{name} was retired for {why}, which does not hold")
-        routes = route_table(after).routes if self.routes else {}
         for model, count in self.routes.items():
             spec = after.models.record(model)
-            if count == 0 or routes.get(model) or spec is None or spec.scaling.min == 0:
+            if count == 0 or _routable(after, model) or spec is None or spec.scaling.min == 0:
                 continue
             gone = [after.replicas.record(name) for name, old in self.replicas.items() if old and old.model == model]
             if not any(each is None or each.retire in _MAY_EMPTY for each in gone):
@@ -264,6 +280,17 @@ def _justified(index: Index, replica: Replica) -> bool:
             return spec is not None and left >= spec.scaling.min
         case None:
             return False
+
+
+def _routable(index: Index, model: str) -> int:
+    """How many replicas of a model a gateway could send requests to."""
+    count = 0
+    for each in index.replicas_of.get(model, ()):
+        replica, secret = index.replicas.record(each), index.secrets.record(each)
+        for shard in () if replica is None else replica.shards:
+            report = index.reports.record(f"{shard.node}/{each}.{shard.rank}")
+            count += route(replica, report, None if secret is None else secret.key) is not None
+    return count
 
 
 def _declared_gone(index: Index, node: str) -> bool:

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from llmgw.core.explain import RECEIPT_BYTES_MAX, Refusal
+from llmgw.core.explain import RECEIPT_BYTES_MAX, Receipt, Refusal, Unplaced
 from llmgw.core.inventory import Inventory
 from llmgw.core.lifecycle import is_live
 from llmgw.core.node import Liveness
@@ -35,7 +35,7 @@ from llmgw.core.replica import (
     Replica,
     ReplicaPhase,
 )
-from llmgw.core.snapshot import Index
+from llmgw.core.snapshot import Index, Kind, Ref
 from llmgw.errors import InvariantError
 
 
@@ -59,16 +59,27 @@ def require(violations: Iterable[Violation]) -> None:
 # --- one tree -------------------------------------------------------------------------------------------------------
 
 
-def check(index: Index) -> list[Violation]:
-    """Everything that can be judged from one tree."""
+def check(index: Index, *, around: Iterable[Ref] | None = None) -> list[Violation]:
+    """Everything that can be judged from one tree; `around`: only of what these places concern, None for all of it."""
+    replicas, nodes, models = set(index.replicas), set(index.replicas_on), set(index.model_states)
+    if around is not None:
+        refs = list(around)
+        replicas &= {ref.name for ref in refs if ref.kind is Kind.REPLICA}
+        models &= {ref.name for ref in refs if ref.kind is Kind.MODEL_STATE}
+        nodes &= {ref.name.partition("/")[0] for ref in refs if ref.kind in (Kind.ASSIGNMENT, Kind.FACTS)}
     found: list[Violation] = []
-    for replica in index.replicas.records():
-        found += _shape(index, replica)
-    for node in sorted(index.replicas_on):
+    for each in sorted(replicas):
+        if (replica := index.replicas.record(each)) is not None:
+            found += _shape(index, replica)
+            found += _bounded(f"the receipt of {each}", replica.receipt)
+            nodes |= {shard.node for shard in replica.shards}
+    for node in sorted(nodes):
         found += _gpus(index, node)
         if len(index.assignments_on.get(node, ())) > SHARDS_PER_NODE_MAX:
             found.append(Violation(number=11, what=f"{node} has more than {SHARDS_PER_NODE_MAX} orders"))
-    found += _bounded(index)
+    for each in sorted(models):
+        if (state := index.model_states.record(each)) is not None:
+            found += _bounded(f"the refusals of {each}", state.unplaced)
     return found
 
 
@@ -117,13 +128,9 @@ def _gpus(index: Index, node: str) -> Iterator[Violation]:
                 yield Violation(number=1, what=f"{gpu.uuid} on {node} is claimed by {other} and {replica}")
 
 
-def _bounded(index: Index) -> Iterator[Violation]:
-    for replica in index.replicas.records():
-        if (size := len(msgspec.json.encode(replica.receipt))) > RECEIPT_BYTES_MAX:
-            yield Violation(number=11, what=f"the receipt of {replica.id} has {size} bytes")
-    for state in index.model_states.records():
-        if (size := len(msgspec.json.encode(state.unplaced))) > RECEIPT_BYTES_MAX:
-            yield Violation(number=11, what=f"the refusals of {state.name} have {size} bytes")
+def _bounded(what: str, record: Receipt | Unplaced | None) -> Iterator[Violation]:
+    if (size := len(msgspec.json.encode(record))) > RECEIPT_BYTES_MAX:
+        yield Violation(number=11, what=f"{what} has {size} bytes")
 
 
 def check_explained(index: Index) -> list[Violation]:

@@ -32,7 +32,7 @@ from llmgw.core.lifecycle import (
     stop_order,
 )
 from llmgw.core.placement import Placement, Rejection, place
-from llmgw.core.plan import Delete, Put
+from llmgw.core.plan import Delete, Put, Write
 from llmgw.core.replica import (
     GONE,
     Desired,
@@ -242,9 +242,10 @@ def _place(p: Pass, model: Tended, spec: ModelSpec, inventory: Inventory) -> Non
 def _make_room(p: Pass, model: Tended, spec: ModelSpec, census: Census, inventory: Inventory) -> None:
     """A rollout that has no room for two: the old replica goes first, if that is what makes room."""
     for old in sorted(census.outdated, key=lambda replica: (replica.created_at, replica.id)):
-        freed = tuple(msgspec.structs.replace(shard, released=True) for shard in old.shards)
-        without = msgspec.structs.replace(old, shards=freed)
-        with p.draft.imagine(Put(ref=Ref(Kind.REPLICA, old.id), record=without)):
+        names = [shard_name(shard.node, old.id, shard.rank) for shard in old.shards]
+        without: list[Write] = [Delete(ref=Ref(Kind.REPLICA, old.id))]
+        without += [Delete(ref=Ref(kind, name)) for name in names for kind in (Kind.ASSIGNMENT, Kind.SHARD)]
+        with p.draft.imagine(*without):
             fits = isinstance(place(inventory, spec), Placement)
         if fits:
             why, reason = Retire.ROLLED, "another launch is wanted, and there is no room for both"
