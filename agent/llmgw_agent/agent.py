@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Final, Self
 
 import anyio
 from anyio.abc import TaskGroup
@@ -47,26 +47,30 @@ async def run_agent(store: Store, host: Host, config: AgentConfig, *, wall: Wall
     Raises:
         Refused: engines of another node's name still run out of this data directory.
     """
-    agent = Agent(host, config, wall=wall, ids=ids)
-    await agent.restore()
-    keeper = SessionKeeper(store, config, agent, wall=wall, boot_id=host.boot_id, data=host.data, pid=host.pid)
-    async with anyio.create_task_group() as outer:
-        supervising = anyio.CancelScope(shield=True)
-        outer.start_soon(agent.supervise, supervising)
-        try:
-            async with anyio.create_task_group() as inner:
-                with anyio.move_on_after(FIRST_FACTS_S):
-                    await agent.look_at_machine()
-                inner.start_soon(agent.watch_facts)
-                inner.start_soon(keeper.run)
-        finally:
-            if config.on_exit == "stop" and not agent.failed:
-                with anyio.CancelScope(shield=True):
-                    with anyio.move_on_after(STOP_ALL_S):
-                        await agent.stop_all()
-                    with anyio.move_on_after(FAREWELL_S):
-                        await keeper.farewell()
-            supervising.cancel()
+    with Agent(host, config, wall=wall, ids=ids) as agent:
+        await agent.restore()
+        keeper = SessionKeeper(store, config, agent, wall=wall, boot_id=host.boot_id, data=host.data, pid=host.pid)
+        async with anyio.create_task_group() as outer:
+            supervising = anyio.CancelScope(shield=True)
+            outer.start_soon(agent.supervise, supervising)
+            try:
+                async with anyio.create_task_group() as inner:
+                    with anyio.move_on_after(FIRST_FACTS_S):
+                        await agent.look_at_machine()
+                    inner.start_soon(agent.watch_facts)
+                    inner.start_soon(keeper.run)
+            finally:
+                if config.on_exit == "stop" and not agent.failed:
+                    await _take_all_along(agent, keeper)
+                supervising.cancel()
+
+
+async def _take_all_along(agent: Agent, keeper: SessionKeeper) -> None:
+    with anyio.CancelScope(shield=True):
+        with anyio.move_on_after(STOP_ALL_S):
+            await agent.stop_all()
+        with anyio.move_on_after(FAREWELL_S):
+            await keeper.farewell()
 
 
 class Agent:
@@ -83,6 +87,13 @@ class Agent:
         """Whether the supervising task came to grief, so that nobody would answer."""
         self._version = 0
         self._moved = anyio.Event()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._send.close()
+        self._receive.close()
 
     # --- the session's desk -------------------------------------------------------------------------------------
 

@@ -109,7 +109,8 @@ class LinuxHost:
     # --- state --------------------------------------------------------------------------------------------------
 
     async def load(self) -> Loaded:
-        return statefile.load(self._directory)
+        load = partial(statefile.load, self._directory)
+        return await self._bounded.run("the data directory", load, bound_s=START_BOUND_S)
 
     async def save(self, state: SavedState) -> None:
         try:
