@@ -111,8 +111,8 @@ class Draft:
 class Pass:
     """One pass at work.
 
-    `tries`: placements that may still be tried. `restoring`: the store was restored and not every node has reported, so
-    nothing is stopped, placed or pruned.
+    `tries`: placements that may still be tried. `gone`: nodes whose machine was declared gone for good. `restoring`:
+    the store was restored and not every node has reported, so nothing is stopped, placed or pruned.
     """
 
     draft: Draft
@@ -123,6 +123,7 @@ class Pass:
     incarnation: str
     plan: Plan = field(default_factory=Plan)
     guard: Guard = field(default_factory=Guard)
+    gone: frozenset[str] = frozenset()
     restoring: bool = False
     tries: int = 0
 

@@ -236,7 +236,9 @@ class _Before:
             if was is None or report.phase is was.phase or stops_on_exit or _declared_gone(after, report.node):
                 continue
             row = after.assignments.get(name)
-            ordered = row is not None and (row.record is None or row.record.desired is Desired.STOPPED)
+            orders = [report.order] if row is None else [row.record]
+            ordered = any(order is not None and order.desired is Desired.STOPPED for order in orders)
+            ordered = ordered or (row is not None and row.corrupt is not None)
             failing = report.phase is ShardPhase.STOPPING and report.reason
             if report.phase in _ENDS and not ordered and not failing:
                 what = f"{name} went from {was.phase.value} to {report.phase.value} without an order"

@@ -9,11 +9,12 @@ import pytest
 
 from llmgw.core.catalog import EngineSpec, NodeSpec
 from llmgw.core.draft import Draft
+from llmgw.core.fleet import MEASURE_MAX_S, MEASURE_MIN_S
 from llmgw.core.ids import Secret
 from llmgw.core.lifecycle import JITTER, backoff_s, fresh_id
 from llmgw.core.node import Build, EngineFacts, Fleet, Liveness, NodeState
 from llmgw.core.plan import Put, Settings
-from llmgw.core.reconcile import MEASURE_MAX_S, MEASURE_MIN_S, due, reconcile
+from llmgw.core.reconcile import due, reconcile
 from llmgw.core.replica import (
     Assignment,
     Desired,

@@ -1,0 +1,190 @@
+"""Who is there: the liveness of every node, the guard, machines declared gone, and the rule after a restore.
+
+The steps of a pass that concern nodes rather than models. What a node *is* decides `llmgw.core.liveness`; here it is
+asked for every node that may have changed, and written.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+from llmgw.core import liveness
+from llmgw.core.draft import Pass
+from llmgw.core.inventory import node_inventory
+from llmgw.core.lifecycle import is_frozen, is_live, release, retired
+from llmgw.core.node import Fleet, Guard, Liveness, NodeState
+from llmgw.core.plan import Delete
+from llmgw.core.replica import Retire
+from llmgw.core.snapshot import Index, Kind, Ref
+
+MEASURE_MIN_S: Final = 10.0
+MEASURE_MAX_S: Final = 50.0
+MEASURE_NODES_PER_S: Final = 200.0
+"""Agents measure every max(10 s, nodes/200 s), at most 50 s: so many nodes a second write, however large the fleet."""
+
+
+def declared_gone(index: Index) -> frozenset[str]:
+    """Nodes whose machine an operator has declared gone for good, and that are indeed not there."""
+    found: set[str] = set()
+    for name, row in index.node_specs.items():
+        forget = None if row.record is None else row.record.forget
+        known = {
+            each.boot_id for each in (index.node_states.record(name), index.facts.record(name)) if each is not None
+        }
+        if forget is not None and forget in known and name not in index.sessions:
+            found.add(name)
+    return frozenset(found)
+
+
+def forget(p: Pass) -> None:
+    """End what the machines that are gone for good hold, then their own records."""
+    index = p.index
+    for node in sorted(p.gone):
+        for each in sorted(index.replicas_on.get(node, ())):
+            replica = index.replicas.record(each)
+            if replica is None or is_frozen(index, each):
+                continue
+            if is_live(replica):
+                reason = f"its node {node} was declared gone"
+                p.draft.emit(
+                    "forget", *retired(index, replica, why=Retire.FAILED, reason=reason, now=p.now, profile=None)
+                )
+                replica = index.replicas.record(each) or replica
+            if (given_back := release(index, replica, gone=p.gone)) is not None:
+                p.draft.emit("forget", *given_back[1])
+        for name in sorted(index.assignments_on.get(node, ())):
+            order = index.assignments.record(name)
+            if order is not None and order.replica not in index.replicas:
+                p.draft.emit("forget", Delete(ref=Ref(Kind.ASSIGNMENT, name)))
+        left = index.assignments_on.get(node) or node_inventory(index, node).holdings
+        if not left and node in index.node_states:
+            p.draft.emit("forget", Delete(ref=Ref(Kind.NODE_STATE, node)))
+
+
+def judge_nodes(p: Pass, nodes: set[str]) -> None:
+    """Write what each node is now: those that changed, and all that are not Ready, since time alone may change them."""
+    index = p.index
+    away = {name for name, row in index.node_states.items() if row.record and row.record.liveness is not Liveness.READY}
+    for name in sorted((nodes | away) - p.gone):
+        there = name in index.sessions or name in index.facts or name in index.node_states
+        if there and not _unreadable(index, name):
+            _judge_node(p, name, lose=False)
+    p.guard = _guard(p)
+    _lose(p)
+
+
+def _unreadable(index: Index, name: str) -> bool:
+    """Whether it can't be told what the node was, or whether it is there; then it stays what it is."""
+    return Ref(Kind.SESSION, name) in index.corrupted or Ref(Kind.NODE_STATE, name) in index.corrupted
+
+
+def _judge_node(p: Pass, name: str, *, lose: bool) -> None:
+    session = p.index.sessions.record(name)
+    state = liveness.next_state(
+        name,
+        p.index.node_states.record(name),
+        session,
+        reported=session is not None and session.store == p.incarnation,
+        settled=liveness.settled(p.index, name, incarnation=p.incarnation),
+        lose=lose,
+        now=p.now,
+    )
+    p.draft.put("liveness", Ref(Kind.NODE_STATE, name), state)
+
+
+def _states(index: Index) -> list[NodeState]:
+    return [row.record for row in index.node_states.values() if row.record is not None]
+
+
+def _released(index: Index) -> frozenset[str]:
+    """Nodes whose very absence, that of the last session seen, an operator has judged real."""
+    found: set[str] = set()
+    for name, row in index.node_specs.items():
+        release = None if row.record is None else row.record.release
+        state = index.node_states.record(name)
+        if release is not None and state is not None and release == state.lease:
+            found.add(name)
+    return frozenset(found)
+
+
+def _guard(p: Pass) -> Guard:
+    old = _old_fleet(p.index)
+    writes_s = liveness.writes_fail_for_s(now=p.now, view=p.view, settings=p.settings)
+    if writes_s > 0:
+        p.wake_in("fleet", "", writes_s)
+    return liveness.judge_guard(
+        _states(p.index),
+        released=_released(p.index) | p.gone,
+        old=Guard() if old is None else old.guard,
+        now=p.now,
+        view=p.view,
+        settings=p.settings,
+    )
+
+
+def _lose(p: Pass) -> None:
+    """Declare Lost what has been gone for long enough, as far as the guard and the rate allow."""
+    states = _states(p.index)
+    released = _released(p.index)
+    budget, next_s = liveness.losable(states, now=p.now)
+    for state in sorted(states, key=lambda each: (each.since_at, each.name)):
+        if state.liveness is not Liveness.UNREACHABLE or state.name in p.gone or _unreadable(p.index, state.name):
+            continue
+        wait_s = liveness.lost_in_s(state, now=p.now, view=p.view, settings=p.settings)
+        held = p.guard.on and (state.name not in released or p.guard.reason == liveness.GUARD_WRITES)
+        if wait_s > 0:
+            p.wake_in("node", state.name, wait_s)
+        elif held:
+            continue  # the guard goes by a change of some node, or by its own wake
+        elif budget > 0:
+            budget -= 1
+            _judge_node(p, state.name, lose=True)
+        else:
+            p.wake_in("node", state.name, next_s)
+
+
+def _old_fleet(index: Index) -> Fleet | None:
+    row = index.fleet
+    return None if row is None else row.record
+
+
+def is_restoring(index: Index, incarnation: str) -> bool:
+    """Whether the after-restore rule holds. No record is a first start; one that can't be read is no licence."""
+    row = index.fleet
+    if row is None:
+        return False
+    return row.record is None or row.corrupt is not None or row.record.incarnation != incarnation
+
+
+def write_fleet(p: Pass) -> bool:
+    """Write the fleet's record; whether this ended the after-restore rule."""
+    index, old = p.index, _old_fleet(p.index)
+    if index.fleet is not None and (old is None or index.fleet.corrupt is not None):
+        return False
+    ended = p.restoring and _all_reported(p)
+    if ended:
+        p.restoring = False
+    count = len(index.node_states.keys() - p.gone)
+    every_s = math.ceil(count / MEASURE_NODES_PER_S)
+    incarnation = p.incarnation if old is None or not p.restoring else old.incarnation
+    fleet = Fleet(
+        measure_every_s=min(MEASURE_MAX_S, max(MEASURE_MIN_S, float(every_s))),
+        guard=p.guard,
+        incarnation=incarnation,
+    )
+    p.draft.put("fleet", Ref(Kind.FLEET), fleet)
+    return ended
+
+
+def _all_reported(p: Pass) -> bool:
+    """Whether every node has reported to this incarnation of the store or is Lost, or an operator does not wait."""
+    recover = p.index.recover
+    if recover is not None and recover.record is not None and recover.record.incarnation == p.incarnation:
+        return True
+    for name in p.index.nodes():
+        session, state = p.index.sessions.record(name), p.index.node_states.record(name)
+        reported = session is not None and session.store == p.incarnation
+        if not reported and name not in p.gone and (state is None or state.liveness is not Liveness.LOST):
+            return False
+    return True

@@ -1,0 +1,431 @@
+"""A word for what runs without an order; and what may not be done after the store was restored."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from llmgw.core.explain import Constraint, Refusal, render
+from llmgw.core.invariants import unanswered
+from llmgw.core.node import Fleet, Liveness
+from llmgw.core.record import Recover, StoreMeta
+from llmgw.core.replica import Assignment, Desired, Gang, Peer, Replica, ReplicaPhase, Retire, ShardPhase
+from llmgw.core.snapshot import Kind
+from llmgw.core.units import GB
+from llmgw.testing.cluster import Cluster, cpu_profile
+
+P = ReplicaPhase
+
+
+def serving(memory_gb: float = 4.0, nodes: int = 2) -> Cluster:
+    """Nodes, and one replica of `m` ready on one of them."""
+    c = Cluster()
+    for i in range(1, nodes + 1):
+        c.node(f"n{i}", 16)
+    c.model("m", cpu_profile(memory_gb))
+    c.settle()
+    return c
+
+
+def order(c: Cluster, replica: Replica) -> Assignment:
+    found = c.index.assignments.record(c.shard(replica))
+    assert found is not None
+    return found
+
+
+def lose(c: Cluster, replica: Replica, *kinds: Kind) -> Assignment:
+    """Somebody deletes what the leader wrote of a replica; its node reports it as unassigned."""
+    saved = order(c, replica)
+    kinds = kinds or (Kind.REPLICA, Kind.SECRET, Kind.ASSIGNMENT)
+    names = {Kind.REPLICA: replica.id, Kind.SECRET: replica.id, Kind.ASSIGNMENT: c.shard(replica)}
+    c.meddle(*((kind, names[kind], None) for kind in kinds))
+    if Kind.ASSIGNMENT in kinds:
+        c.report(c.shard(replica), ShardPhase.READY, order=saved)
+    return saved
+
+
+# --- adopt ----------------------------------------------------------------------------------------------------------
+
+
+def test_inv5_what_runs_unassigned_is_adopted_from_exactly_its_own_order_in_one_pass() -> None:
+    c = serving()
+    old = c.one("m")
+    saved = lose(c, old)
+    assert unanswered(c.index) == [c.shard(old)]
+    plan = c.step()
+    assert plan.counts()["adopt"] == 1
+    assert unanswered(c.index) == []
+    new = c.one("m")
+    assert (new.id, new.phase, new.launch, new.build, new.profile) == (
+        old.id, P.READY, old.launch, old.build, old.profile,
+    )  # fmt: skip
+    assert new.shards == old.shards
+    assert order(c, new) == saved
+    secret = c.index.secrets.record(new.id)
+    assert secret is not None
+    assert secret.key == saved.engine_key
+    c.settle()
+    assert c.one("m") == new
+
+
+def test_the_catalog_is_not_asked_what_an_adopted_shard_holds() -> None:
+    c = serving()
+    old = c.one("m")
+    c.model("m", cpu_profile(1.0))
+    lose(c, old)
+    c.step()
+    adopted = next(each for each in c.replicas("m") if each.id == old.id)
+    assert adopted.shards[0].claim.memory_bytes == 4 * GB
+
+
+def test_only_the_order_was_lost_and_it_is_written_back_as_the_replica_stands() -> None:
+    c = serving()
+    old = c.one("m")
+    saved = lose(c, old, Kind.ASSIGNMENT, Kind.SECRET)
+    assert c.step().counts() == {"adopt": 1}
+    assert c.one("m") == old
+    assert order(c, old) == saved
+    assert old.id in c.index.secrets
+
+
+def test_an_order_lost_of_a_replica_on_its_way_out_comes_back_as_a_stop() -> None:
+    c = serving()
+    saved = order(c, c.one("m"))
+    c.remove_model("m")
+    c.step()
+    leaving = c.one("m")
+    c.meddle((Kind.ASSIGNMENT, c.shard(leaving), None))
+    c.report(c.shard(leaving), ShardPhase.READY, order=saved)
+    assert c.step().counts() == {"stop": 1}
+    assert order(c, leaving).desired is Desired.STOPPED
+    c.settle()
+    assert not c.replicas("m")
+
+
+def test_a_lost_order_that_the_node_does_not_remember_either_becomes_a_stop() -> None:
+    c = serving()
+    old = c.one("m")
+    name, report = c.shard(old), c.index.reports.record(c.shard(old))
+    assert report is not None
+    c.meddle((Kind.ASSIGNMENT, name, None), (Kind.SECRET, old.id, None))
+    c.write(Kind.SHARD, name, msgspec.structs.replace(report, assigned=False, order=None))
+    c.step()
+    assert order(c, old).desired is Desired.STOPPED
+    assert old.id in c.index.secrets
+
+
+def test_a_shard_nobody_remembers_is_told_to_stop_and_its_order_goes_when_it_has() -> None:
+    c = serving()
+    old = c.one("m")
+    lose(c, old)
+    name, report = c.shard(old), c.index.reports.record(c.shard(old))
+    assert report is not None
+    c.write(Kind.SHARD, name, msgspec.structs.replace(report, order=None))
+    assert c.step().counts()["stop"] == 1
+    assert c.index.assignments.record(name) is not None
+    assert old.id not in c.index.replicas
+    c.answer()
+    assert c.step().counts()["end"] == 1
+    assert name not in c.index.assignments
+
+
+def test_an_order_without_its_replica_is_taken_as_what_to_adopt() -> None:
+    c = serving()
+    old = c.one("m")
+    lose(c, old, Kind.REPLICA)
+    assert c.step().counts()["adopt"] == 1
+    assert (c.one("m").id, c.one("m").phase) == (old.id, P.READY)
+
+
+# --- or stopped -----------------------------------------------------------------------------------------------------
+
+
+def test_what_is_of_no_model_any_more_is_told_to_stop() -> None:
+    c = serving()
+    old = c.one("m")
+    lose(c, old)
+    c.remove_model("m")
+    assert c.step().counts()["stop"] == 1
+    assert order(c, old).desired is Desired.STOPPED
+    c.settle()
+    assert not c.index.assignments
+    assert not c.index.reports
+
+
+def test_what_was_told_to_stop_before_is_told_so_again() -> None:
+    c = serving()
+    old = c.one("m")
+    saved = lose(c, old)
+    told = msgspec.structs.replace(saved, desired=Desired.STOPPED)
+    c.report(c.shard(old), ShardPhase.STOPPING, order=told)
+    c.step()
+    assert old.id not in c.index.replicas
+    assert order(c, old).desired is Desired.STOPPED
+
+
+def test_inv1_what_collides_with_a_claim_is_not_adopted() -> None:
+    c = serving(memory_gb=10.0, nodes=1)
+    old = c.one("m")
+    lose(c, old)
+    report = c.index.reports.record(c.shard(old))
+    c.write(Kind.SHARD, c.shard(old), None)
+    c.settle()
+    (new,) = c.replicas("m")
+    assert new.id != old.id
+    c.meddle((Kind.SHARD, c.shard(old), report))
+    c.step()
+    assert c.replicas("m") == [new]
+    assert order(c, old).desired is Desired.STOPPED
+
+
+def test_one_too_many_is_adopted_and_drained_in_the_same_step() -> None:
+    c = serving(memory_gb=1.0)
+    old = c.one("m")
+    saved = lose(c, old)
+    c.write(Kind.SHARD, c.shard(old), None)
+    c.settle()
+    c.advance(5.0)
+    c.report(c.shard(old), ShardPhase.READY, order=saved)
+    plan = c.step()
+    assert plan.counts() == {"scale_down": 1}
+    assert {write.ref.kind for write in plan.groups[0].writes} == {Kind.REPLICA, Kind.SECRET, Kind.ASSIGNMENT}
+    back = next(each for each in c.replicas("m") if each.id == old.id)
+    assert (back.phase, back.retire) == (P.DRAINING, Retire.SCALE_DOWN)
+    c.settle()
+    assert c.one("m").id != old.id
+
+
+def test_the_same_id_on_another_node_is_told_to_stop() -> None:
+    c = serving(memory_gb=1.0)
+    replica = c.one("m")
+    other = "n1" if replica.shards[0].node == "n2" else "n2"
+    twin = msgspec.structs.replace(order(c, replica), node=other)
+    name = f"{other}/{replica.id}.0"
+    c.report(name, ShardPhase.READY, order=twin)
+    c.step()
+    made = c.index.assignments.record(name)
+    assert made is not None
+    assert made.desired is Desired.STOPPED
+    assert c.one("m") == replica
+    c.settle()
+    assert name not in c.index.assignments
+
+
+# --- neither --------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_said_while_nobody_is_there_to_hear_it() -> None:
+    c = serving(nodes=4)
+    old = c.one("m")
+    lose(c, old)
+    c.away(old.shards[0].node)
+    c.step()
+    assert c.shard(old) not in c.index.assignments
+
+
+def test_nothing_is_said_of_what_has_ended_by_itself() -> None:
+    c = serving()
+    old = c.one("m")
+    saved = lose(c, old)
+    c.report(c.shard(old), ShardPhase.FAILED, order=saved)
+    c.step()
+    assert c.shard(old) not in c.index.assignments
+
+
+@pytest.mark.parametrize("kind", [Kind.MODEL, Kind.SHARD, Kind.REPLICA])
+def test_what_cannot_be_read_is_neither_adopted_nor_stopped(kind: Kind) -> None:
+    c = serving()
+    old = c.one("m")
+    lose(c, old)
+    c.spoil(kind, {Kind.MODEL: "m", Kind.SHARD: c.shard(old), Kind.REPLICA: old.id}[kind])
+    c.settle()
+    assert c.shard(old) not in c.index.assignments
+
+
+def test_an_unreadable_order_is_left_alone() -> None:
+    c = serving()
+    old = c.one("m")
+    c.meddle((Kind.REPLICA, old.id, None))
+    c.spoil(Kind.ASSIGNMENT, c.shard(old))
+    c.settle()
+    assert old.id not in c.index.replicas
+
+
+# --- gangs: whole or not at all -------------------------------------------------------------------------------------
+
+
+def gang(c: Cluster) -> list[Assignment]:
+    """The two orders of a replica over n1 and n2, as their nodes would have saved them."""
+    replica = c.one("m")
+    first = order(c, replica)
+    peers = (Peer(rank=0, node="n1", address="h1"), Peer(rank=1, node="n2", address="h2"))
+    launch = msgspec.structs.replace(first.launch, nodes=2)
+    made = [
+        msgspec.structs.replace(first, node=f"n{rank + 1}", rank=rank, replica="m-ggggg", launch=launch,
+                                gang=Gang(fabric="ib0", peers=peers, ports=(21000,)))
+        for rank in (0, 1)
+    ]  # fmt: skip
+    c.meddle((Kind.REPLICA, replica.id, None), (Kind.ASSIGNMENT, c.shard(replica), None),
+             (Kind.SHARD, c.shard(replica), None), (Kind.SECRET, replica.id, None))  # fmt: skip
+    return made
+
+
+def test_a_gang_is_adopted_whole() -> None:
+    c = serving()
+    for each in gang(c):
+        c.report(f"{each.node}/m-ggggg.{each.rank}", ShardPhase.READY, order=each)
+    plan = c.step()
+    (adopted,) = [group for group in plan.groups if group.cause == "adopt"]
+    assert len(adopted.writes) == 4
+    replica = c.one("m")
+    assert [(shard.rank, shard.node) for shard in replica.shards] == [(0, "n1"), (1, "n2")]
+    assert replica.fabric == "ib0"
+
+
+def test_half_a_gang_is_told_to_stop() -> None:
+    c = serving()
+    _, second = gang(c)
+    c.report("n2/m-ggggg.1", ShardPhase.READY, order=second)
+    c.step()
+    assert "m-ggggg" not in c.index.replicas
+    made = c.index.assignments.record("n2/m-ggggg.1")
+    assert made is not None
+    assert made.desired is Desired.STOPPED
+
+
+# --- after a restore ------------------------------------------------------------------------------------------------
+
+
+def fleet(c: Cluster) -> Fleet:
+    assert c.index.fleet is not None
+    assert c.index.fleet.record is not None
+    return c.index.fleet.record
+
+
+def restored(c: Cluster) -> None:
+    """The store is another incarnation of itself; no node has told it anything yet."""
+    c.meddle((Kind.META, "", StoreMeta(incarnation="store-2")))
+
+
+def test_the_first_start_is_not_a_restore() -> None:
+    c = serving()
+    assert fleet(c).incarnation == "store-1"
+
+
+def test_after_a_restore_nothing_is_stopped_placed_or_pruned_until_every_node_has_reported() -> None:
+    c = serving(nodes=3)
+    c.model("gone")
+    c.settle()
+    c.remove_model("gone")
+    c.step()
+    c.model("leaving")
+    c.settle()
+    restored(c)
+    c.remove_model("leaving")
+    c.model("new")
+    c.model("m", cpu_profile(context=8192))
+    failed = c.shard(c.one("m"))
+    c.answer()
+    c.report(failed, ShardPhase.FAILED)
+    before = dict(c.index.replicas)
+    c.step()
+    assert dict(c.index.replicas) == before
+    assert not c.replicas("new")
+    reason = render(Refusal(constraint=Constraint.RESTORING, profile=""))
+    state = c.index.model_states.record("new")
+    assert state is not None
+    assert state.reason == reason
+    assert {each.liveness for each in c.index.node_states.records()} == {Liveness.RETURNING}
+    c.back("n1")
+    c.back("n2")
+    c.step()
+    assert dict(c.index.replicas) == before
+    assert fleet(c).incarnation == "store-1"
+    c.back("n3")
+    plan = c.step()
+    assert fleet(c).incarnation == "store-2"
+    assert not plan.left
+    assert c.replicas("new")
+    assert not c.replicas("gone")
+    assert c.one("leaving").phase is P.DRAINING
+    assert [each for each in c.replicas("m") if each.phase is P.FAILED]
+
+
+def test_after_a_restore_what_runs_is_adopted_at_once_and_the_rest_answered_at_the_end() -> None:
+    c = serving(nodes=2)
+    old = c.one("m")
+    node = old.shards[0].node
+    other = "n1" if node == "n2" else "n2"
+    stray = msgspec.structs.replace(order(c, old), replica="x-aaaaa", model="x")
+    lose(c, old)
+    c.report(f"{node}/x-aaaaa.0", ShardPhase.READY, order=stray)
+    restored(c)
+    c.back(node)
+    c.step()
+    assert c.one("m").id == old.id
+    assert f"{node}/x-aaaaa.0" not in c.index.assignments, "not yet stopped"
+    c.back(other)
+    c.step()
+    stop = c.index.assignments.record(f"{node}/x-aaaaa.0")
+    assert stop is not None
+    assert stop.desired is Desired.STOPPED
+    c.settle()
+
+
+def test_after_a_restore_a_lost_or_forgotten_node_is_not_waited_for() -> None:
+    c = serving(nodes=4)
+    restored(c)
+    for name in ("n1", "n2"):
+        c.back(name)
+    for name in ("n3", "n4"):
+        c.away(name)
+    c.step()
+    c.spec("n3", forget="boot-n3")
+    c.step()
+    assert "n3" in c.index.node_states, "pruned only afterwards"
+    c.advance(400.0)
+    c.step()
+    assert fleet(c).incarnation == "store-2"
+    assert "n3" not in c.index.node_states
+
+
+def test_an_operator_may_end_the_waiting_for_this_very_incarnation() -> None:
+    c = serving(nodes=3)
+    restored(c)
+    c.write(Kind.RECOVER, "", Recover(incarnation="store-1"))
+    c.step()
+    assert fleet(c).incarnation == "store-1"
+    c.write(Kind.RECOVER, "", Recover(incarnation="store-2"))
+    c.step()
+    assert fleet(c).incarnation == "store-2"
+    assert {each.liveness for each in c.index.node_states.records()} == {Liveness.RETURNING}
+    c.model("m", cpu_profile(1.0), replicas=3)
+    c.step()
+    assert len(c.replicas("m")) == 1, "no node is placed on before it has reported"
+
+
+def test_a_fleet_record_that_cannot_be_read_is_no_licence() -> None:
+    c = serving()
+    c.spoil(Kind.FLEET)
+    c.model("new")
+    c.remove_model("m")
+    c.settle()
+    assert not c.replicas("new")
+    assert c.one("m").phase is P.READY
+
+
+def test_an_order_to_stop_that_was_lost_with_the_restore_is_not_given_while_waiting() -> None:
+    c = serving(nodes=3)
+    c.remove_model("m")
+    saved = order(c, c.one("m"))
+    c.step()
+    leaving = c.one("m")
+    c.meddle((Kind.ASSIGNMENT, c.shard(leaving), None))
+    restored(c)
+    c.back(leaving.shards[0].node)
+    c.report(c.shard(leaving), ShardPhase.READY, order=saved)
+    c.step()
+    assert c.shard(leaving) not in c.index.assignments
+    c.write(Kind.RECOVER, "", Recover(incarnation="store-2"))
+    c.step()
+    assert order(c, leaving).desired is Desired.STOPPED
