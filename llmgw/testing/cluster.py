@@ -214,6 +214,7 @@ class Cluster:
                 incarnation="i1",
                 address="127.0.0.1",
                 port=20000,
+                pid=None if phase in GONE or phase is ShardPhase.HELD else 4711,
                 reason=reason,
             ),
         )
