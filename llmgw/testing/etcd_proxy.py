@@ -111,9 +111,14 @@ class EtcdProxy:
             await watch.outbox.send(line)
 
     def close_watches(self) -> None:
-        """Close the connection of every open watch."""
+        """Close the connection of every open watch, in the middle of its body."""
         for watch in list(self._watches):
             watch.scope.cancel()
+
+    async def end_watches(self) -> None:
+        """End the body of every open watch, as if etcd had nothing more to say."""
+        for watch in list(self._watches):
+            await watch.outbox.send(None)
 
     async def watched(self, count: int = 1) -> None:
         """Return once at least `count` watches are open and have been answered."""
@@ -194,6 +199,9 @@ class EtcdProxy:
                 )
                 async for line in watch.outbox_end:
                     await self._thawed.wait()
+                    if line is None:
+                        await stream.send(b"0\r\n\r\n")
+                        break
                     kept = line if self.on_watch is None else self.on_watch(line)
                     if kept is None:
                         continue
@@ -219,7 +227,7 @@ class _Watch:
     def __init__(self, scope: anyio.CancelScope) -> None:
         self.scope = scope
         self.answered = False
-        self.outbox, self.outbox_end = anyio.create_memory_object_stream[bytes](1024)
+        self.outbox, self.outbox_end = anyio.create_memory_object_stream[bytes | None](1024)
 
     async def read(self, client: httpx2.AsyncClient, url: str, body: bytes, headers: dict[str, str]) -> None:
         lines = Lines()

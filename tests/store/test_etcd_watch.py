@@ -69,10 +69,14 @@ async def test_a06_a_an_error_object_in_the_stream(lively3: Etcd) -> None:
         assert reader.causes == ["start"]  # resumed, not listed again
 
 
-async def test_a06_b_a_closed_connection(lively3: Etcd) -> None:
+@pytest.mark.parametrize("how", ["ended", "closed"])
+async def test_a06_b_a_closed_connection(lively3: Etcd, how: str) -> None:
     async with faulty(lively3) as (proxy, store, other), reading(store, ["/t/"]) as reader:
         await steady(proxy)
-        proxy.close_watches()
+        if how == "ended":
+            await proxy.end_watches()
+        else:
+            proxy.close_watches()
         await put(other, "/t/a", b"1")
         await reader.sees("/t/a", b"1")
         assert store.stats().watch_restarts == 1
