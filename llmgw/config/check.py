@@ -9,13 +9,22 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any, Final
 from urllib.parse import urlsplit
 
 import msgspec
 
 from llmgw.config.file import read_secret
-from llmgw.config.settings import AgentConfig, Config, ControllerConfig, EtcdConfig, FabricConfig, NamedEngine
+from llmgw.config.settings import (
+    AgentConfig,
+    Config,
+    ControllerConfig,
+    EtcdConfig,
+    FabricConfig,
+    GatewayConfig,
+    NamedEngine,
+)
 from llmgw.core.catalog import ENGINES
 from llmgw.core.ids import name_problem
 from llmgw.core.yaml_tree import Path, nearest, show
@@ -28,6 +37,9 @@ _ZERO_ALLOWED: Final = frozenset({
 """Numbers for which zero means something: no wait, no queue, no further attempt. All others are above zero."""
 
 _CHOICES: Final[Mapping[str, tuple[str, ...]]] = {"log_format": ("json", "text"), "on_exit": ("keep", "stop")}
+
+ENGINE_IDLE_S: Final = 5.0
+"""Idle connections that engines close. Source: llama.cpp's Keep-Alive header; vLLM's and SGLang's defaults."""
 
 _HOST: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?")
 
@@ -155,6 +167,29 @@ def _agent(config: AgentConfig) -> Found:
     yield from _engines(config.engines)
 
 
+def _gateway(config: GatewayConfig) -> Found:
+    with suppress(ValueError):  # judged by its name already
+        host, port = split_listen(config.listen)
+        if not _loopback(host):
+            why = "without API keys the gateway listens on loopback only, or it would answer anybody"
+            yield ("listen",), f"{show(config.listen)} is not a loopback address: {why}", f"127.0.0.1:{port}"
+    if config.metrics_listen:
+        try:
+            split_listen(config.metrics_listen)
+        except ValueError as error:
+            yield ("metrics_listen",), str(error), None
+    if not 0 < config.upstream_idle_s < ENGINE_IDLE_S:
+        why = f"must be above 0 and below {ENGINE_IDLE_S:g}, after which engines close idle connections"
+        yield ("upstream_idle_s",), f"{config.upstream_idle_s:g} {why}", None
+
+
+def _loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 def _fabrics(fabrics: tuple[FabricConfig, ...]) -> Found:
     names = [fabric.name for fabric in fabrics]
     for i, name in enumerate(names):
@@ -177,6 +212,7 @@ _CHECKS: Final[Mapping[type[Config], Callable[[Any], Found]]] = {
     EtcdConfig: _etcd,
     ControllerConfig: _controller,
     AgentConfig: _agent,
+    GatewayConfig: _gateway,
 }
 
 

@@ -20,6 +20,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
 
     replica: str
     model: str
+    engine: str = ""
     incarnation: str
     address: str
     port: int
@@ -54,6 +55,7 @@ def route(replica: Replica | None, report: ShardReport | None, key: Secret | Non
     return Route(
         replica=replica.id,
         model=replica.model,
+        engine=replica.engine,
         incarnation=report.incarnation,
         address=report.address,
         port=report.port,
@@ -75,18 +77,28 @@ def target(name: str, models: dict[str, ModelSpec], aliases: dict[str, Alias]) -
     return Target(models=tuple(order), task=model.task)
 
 
-def route_table(index: Index) -> RouteTable:
-    """The whole table from an index. An unreadable record keeps its last good value, so it drops no route."""
+def names(index: Index) -> dict[str, Target]:
+    """Every model and alias of the spec, with what it stands for, by name."""
     models = {spec.name: spec for spec in index.models.records()}
     aliases = {alias.name: alias for alias in index.aliases.records()}
-    names = {name: meant for name in sorted({*models, *aliases}) if (meant := target(name, models, aliases))}
-    routes: dict[str, list[Route]] = {}
-    for replica in index.replicas.records():
-        head = next((shard for shard in replica.shards if shard.rank == 0), None)
-        secret = index.secrets.record(replica.id)
-        if head is None or secret is None:
-            continue
-        found = route(replica, index.reports.record(f"{head.node}/{replica.id}.0"), secret.key)
-        if found is not None:
-            routes.setdefault(replica.model, []).append(found)
-    return RouteTable(names=names, routes={model: tuple(found) for model, found in sorted(routes.items())})
+    return {name: meant for name in sorted({*models, *aliases}) if (meant := target(name, models, aliases))}
+
+
+def routes_of(index: Index, model: str) -> tuple[Route, ...]:
+    """The routable engines of one model, by replica id."""
+    found = (_route_to(index, replica) for replica in sorted(index.replicas_of.get(model, ())))
+    return tuple(each for each in found if each is not None)
+
+
+def _route_to(index: Index, replica: str) -> Route | None:
+    record, secret = index.replicas.record(replica), index.secrets.record(replica)
+    head = next((shard for shard in record.shards if shard.rank == 0), None) if record is not None else None
+    if head is None or secret is None:
+        return None
+    return route(record, index.reports.record(f"{head.node}/{replica}.0"), secret.key)
+
+
+def route_table(index: Index) -> RouteTable:
+    """The whole table from an index. An unreadable record keeps its last good value, so it drops no route."""
+    routes = {model: found for model in sorted(index.replicas_of) if (found := routes_of(index, model))}
+    return RouteTable(names=names(index), routes=routes)

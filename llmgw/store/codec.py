@@ -6,7 +6,7 @@ Only `encode_stored` reveals a `Secret`. A value that can't be read is a `Corrup
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -16,6 +16,8 @@ from llmgw.core.snapshot import RECORDS, Change, Kind, Ref
 from llmgw.errors import CorruptRecord
 from llmgw.store import keys
 from llmgw.store.port import Event, KeyValue
+
+R = TypeVar("R", bound=Record)
 
 
 def _reveal(value: Any) -> Any:
@@ -56,6 +58,11 @@ def encode_public(record: Any) -> bytes:
 def to_public(record: Any) -> Any:
     """Any record as plain builtins (dict, list, str, …), with `***` for secrets."""
     return msgspec.to_builtins(record, enc_hook=_redact, str_keys=True)
+
+
+def decode_file(kind: type[R], value: bytes) -> R:
+    """A record that `encode_stored` wrote to a 0600 file. Raises msgspec.DecodeError, UnicodeDecodeError."""
+    return msgspec.json.decode(value, type=kind, dec_hook=_decode)
 
 
 def decode(ref: Ref, value: bytes) -> Record:

@@ -1,0 +1,203 @@
+"""What the gateway counts, and how Prometheus is told. Plain integers on the data path, text only when asked.
+
+Invariant: label values come from closed sets: models of the table in force (any other name is `unknown`), HTTP status
+codes (any odd one is `other`), and words of this program. What a caller makes up never becomes a series, and what is
+unknown has no sample.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator
+from http import HTTPStatus
+from typing import Final
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+UNKNOWN: Final = "unknown"
+
+CLIENT_CLOSED: Final = "client_closed"
+"""Outcome of a request whose client left before the answer was whole."""
+
+CUT: Final = "cut"
+"""Outcome of a request whose answer had begun and could not be finished."""
+
+_CODES: Final = {status.value: str(status.value) for status in HTTPStatus}
+
+BUCKETS_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+"""Of both histograms: from a cached token to the longest answer."""
+
+
+class Histogram:
+    """Seconds, in buckets."""
+
+    __slots__ = ("counts", "sum_s")
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(BUCKETS_S) + 1)
+        self.sum_s = 0.0
+
+    def observe(self, seconds: float) -> None:
+        """Count one."""
+        self.counts[bisect_left(BUCKETS_S, seconds)] += 1
+        self.sum_s += seconds
+
+    def cumulative(self) -> list[tuple[str, float]]:
+        """(upper bound, how many up to it), as Prometheus wants them."""
+        total, buckets = 0, []
+        for bound, count in zip((*map(str, BUCKETS_S), "+Inf"), self.counts, strict=True):
+            total += count
+            buckets.append((bound, float(total)))
+        return buckets
+
+
+class ModelFigures:
+    """All that is counted of one model. `chunks`: pieces of finished or cut answers."""
+
+    __slots__ = ("chunks", "ejections", "first_byte", "in_flight", "requests", "retries", "seconds")
+
+    def __init__(self) -> None:
+        self.in_flight = 0
+        self.chunks = 0
+        self.ejections = 0
+        self.requests: dict[str, int] = {}
+        self.retries: dict[str, int] = {}
+        self.seconds = Histogram()
+        self.first_byte = Histogram()
+
+    def finished(self, status: int, outcome: str | None, seconds: float) -> None:
+        """Count a request that is over: `outcome` where the status alone does not say it."""
+        key = outcome or _CODES.get(status, "other")
+        self.requests[key] = self.requests.get(key, 0) + 1
+        self.seconds.observe(seconds)
+
+    def retried(self, why: str) -> None:
+        """Count one more try of a request; `why` is a word of this program."""
+        self.retries[why] = self.retries.get(why, 0) + 1
+
+
+class GroupGauge:
+    """How a model's replicas are now."""
+
+    __slots__ = ("ejected", "held", "queued", "ready")
+
+    def __init__(self, *, ready: int, ejected: int, held: int, queued: int) -> None:
+        self.ready = ready
+        self.ejected = ejected
+        self.held = held
+        self.queued = queued
+
+
+class Figures:
+    """The counters of this process."""
+
+    def __init__(self) -> None:
+        self.models: dict[str, ModelFigures] = {}
+        self.rejected: dict[str, int] = {}
+        """Requests that never got as far as a model, by status code."""
+
+    def begin(self, model: str) -> ModelFigures:
+        """The counters of `model`, with one more request in flight."""
+        found = self.models.get(model) or self.of(model)
+        found.in_flight += 1
+        return found
+
+    def of(self, model: str) -> ModelFigures:
+        """The counters of `model`, which must come from the table (or be `UNKNOWN`)."""
+        found = self.models.get(model)
+        if found is None:
+            found = self.models[model] = ModelFigures()
+        return found
+
+    def reject(self, status: int) -> None:
+        """Count a request refused before it was whole."""
+        key = _CODES.get(status, "other")
+        self.rejected[key] = self.rejected.get(key, 0) + 1
+
+    def retain(self, names: Iterable[str]) -> None:
+        """Forget models that the table no longer has, once nothing of theirs runs."""
+        kept = {UNKNOWN, *names}
+        self.models = {name: each for name, each in self.models.items() if name in kept or each.in_flight}
+
+
+class Exposition(Collector):
+    """The text for Prometheus. `collect` may run in a thread: it copies each table before it reads it."""
+
+    def __init__(self, figures: Figures, groups: Callable[[], dict[str, GroupGauge]]) -> None:
+        self._figures = figures
+        self._groups = groups
+        self.extra: list[Callable[[], Iterable[Metric]]] = []
+        """More families, from other parts of the process."""
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+
+    def text(self) -> bytes:
+        """Everything, in Prometheus's text format."""
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        models = dict(self._figures.models)
+        yield from self._requests(models)
+        yield from self._histograms(models)
+        yield from self._gauges(models)
+        rejected = counter("requests_rejected", "Requests refused before they were whole, by status.", "code")
+        for code, count in dict(self._figures.rejected).items():
+            rejected.add_metric([code], count)
+        yield rejected
+        for families in self.extra:
+            yield from families()
+
+    def _requests(self, models: dict[str, ModelFigures]) -> Iterator[Metric]:
+        requests = counter("requests", "Requests that are over, by status or client_closed or cut.", "model", "code")
+        retries = counter("retries", "Further tries before the first byte, by what made them due.", "model", "reason")
+        chunks = counter("chunks", "Pieces of answers handed on, as engines framed them (tokens).", "model")
+        ejections = counter("ejections", "Replicas taken out of rotation after faults.", "model")
+        for name, each in models.items():
+            for code, count in dict(each.requests).items():
+                requests.add_metric([name, code], count)
+            for why, count in dict(each.retries).items():
+                retries.add_metric([name, why], count)
+            chunks.add_metric([name], each.chunks)
+            ejections.add_metric([name], each.ejections)
+        yield from (requests, retries, chunks, ejections)
+
+    def _histograms(self, models: dict[str, ModelFigures]) -> Iterator[Metric]:
+        seconds = HistogramMetricFamily(
+            f"{PREFIX}_request_seconds", "From a whole request to the end of its answer.", labels=["model"]
+        )
+        first = HistogramMetricFamily(
+            f"{PREFIX}_first_byte_seconds", "From a whole request to the first byte of its answer.", labels=["model"]
+        )
+        for name, each in models.items():
+            seconds.add_metric([name], each.seconds.cumulative(), each.seconds.sum_s)
+            first.add_metric([name], each.first_byte.cumulative(), each.first_byte.sum_s)
+        yield from (seconds, first)
+
+    def _gauges(self, models: dict[str, ModelFigures]) -> Iterator[Metric]:
+        in_flight = gauge("in_flight", "Requests that have begun and are not over.", "model")
+        for name, each in models.items():
+            in_flight.add_metric([name], each.in_flight)
+        queued = gauge("queued", "Requests that wait for a replica.", "model")
+        held = gauge("held", "Requests whose client left while the engine goes on with them.", "model")
+        replicas = gauge("replicas", "Routable replicas, by whether they are in rotation.", "model", "state")
+        for name, now in self._groups().items():
+            queued.add_metric([name], now.queued)
+            held.add_metric([name], now.held)
+            replicas.add_metric([name, "in_rotation"], now.ready)
+            replicas.add_metric([name, "ejected"], now.ejected)
+        yield from (in_flight, queued, held, replicas)
+
+
+PREFIX: Final = "llmgw_gateway"
+
+
+def counter(name: str, text: str, *labels: str) -> CounterMetricFamily:
+    """An empty counter family of the gateway."""
+    return CounterMetricFamily(f"{PREFIX}_{name}", text, labels=labels)
+
+
+def gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
+    """An empty gauge family of the gateway."""
+    return GaugeMetricFamily(f"{PREFIX}_{name}", text, labels=labels)
