@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import msgspec
 
+from llmgw.core.explain import render_at
 from llmgw.core.node import Liveness, NodeState
 from llmgw.core.replica import Replica
 from llmgw.core.snapshot import Index
@@ -153,8 +154,8 @@ def _model(index: Index, name: str) -> ModelRow:
         why.append("not in the catalog any more")
     if state is not None and state.reason:
         why.append(state.reason)
-    if state is not None and state.unplaced is not None and not state.reason:
-        why += [f"{count} × {reason.replace('_', ' ')}" for reason, count in sorted(state.unplaced.refused.items())]
+    if state is not None and state.unplaced is not None:
+        why += [render_at(refusal) for refusal in state.unplaced.nearest]
     return ModelRow(
         name=name,
         source="-" if spec is None else spec.source,
