@@ -14,7 +14,7 @@ import click
 
 from llmgw.cli.catalog_write import Progress, read_plan, write_plan
 from llmgw.cli.connection import Connection, store_options
-from llmgw.cli.output import say
+from llmgw.cli.output import ReaderGone, say
 from llmgw.config import decode_text, read_text
 from llmgw.config.file import FILE_BYTES_MAX
 from llmgw.core.apply import Action, ApplyPlan
@@ -114,7 +114,7 @@ class _Teller:
             return
         try:
             say(line, err=err)
-        except BrokenPipeError:
+        except ReaderGone:
             self._heard = False
             with contextlib.suppress(OSError):  # what is buffered has no reader either
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -16,7 +16,7 @@ from typing import Final
 import click
 
 from llmgw.cli.connection import Unreachable
-from llmgw.cli.output import say
+from llmgw.cli.output import ReaderGone, say
 from llmgw.core.yaml_tree import nearest
 from llmgw.errors import Conflict, Invalid, LlmgwError, NotFound, Partial, Refused
 
@@ -44,7 +44,7 @@ EXIT_CODES: Final[Mapping[type[LlmgwError], int]] = {
 }
 """Exit code of each family; any other error of ours is 1."""
 
-EXPECTED: Final = (click.ClickException, click.Abort, LlmgwError, KeyboardInterrupt, BrokenPipeError)
+EXPECTED: Final = (click.ClickException, click.Abort, LlmgwError, KeyboardInterrupt, ReaderGone)
 """What may end a command. Anything else is a bug, and keeps its traceback."""
 
 
@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = _run(argv)
         sys.stdout.flush()
-    except BrokenPipeError:
+    except (ReaderGone, BrokenPipeError):
         # Nobody reads any more. The interpreter would flush once more at exit, and complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

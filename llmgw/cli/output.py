@@ -6,11 +6,13 @@ and YAML are UTF-8 whatever the locale says. Only tables on a terminal are drawn
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import shutil
 import sys
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import IO, Any, Final
 
 import msgspec
@@ -24,23 +26,37 @@ _UNSAFE: Final = re.compile(
 """Control characters other than a tab, what reorders text on a screen, and halves of surrogate pairs."""
 
 
+class ReaderGone(Exception):
+    """Nobody reads what is written any more (`| head`). Not an OSError: click would make a failure of that."""
+
+
+@contextlib.contextmanager
+def _writing() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError as error:
+        raise ReaderGone from error
+
+
 def clean(text: str) -> str:
     """`text` with everything that a terminal would act on written as an escape."""
     return _UNSAFE.sub(lambda match: match[0].encode("unicode_escape", "surrogatepass").decode(), text)
 
 
 def say(text: str = "", *, err: bool = False) -> None:
-    """One or more lines for people. What the locale can't show is escaped. Raises: BrokenPipeError, OSError."""
+    """One or more lines for people. What the locale can't show is escaped. Raises: ReaderGone, OSError."""
     stream: IO[str] = sys.stderr if err else sys.stdout
     lines = (clean(line) for line in text.split("\n"))
-    print("\n".join(lines), file=stream, flush=True)
+    with _writing():
+        print("\n".join(lines), file=stream, flush=True)
 
 
 def emit(data: bytes) -> None:
-    """Bytes for programs, to stdout. Raises: BrokenPipeError, OSError."""
-    sys.stdout.flush()
-    sys.stdout.buffer.write(data)
-    sys.stdout.buffer.flush()
+    """Bytes for programs, to stdout. Raises: ReaderGone, OSError."""
+    with _writing():
+        sys.stdout.flush()
+        sys.stdout.buffer.write(data)
+        sys.stdout.buffer.flush()
 
 
 def json_bytes(value: Any, *, indent: int = 0) -> bytes:
@@ -63,16 +79,17 @@ def width(text: str) -> int:
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table: drawn to fit on a terminal; aligned, whole and plain anywhere else."""
+    """A table: drawn to fit on a terminal; aligned, whole and plain anywhere else. Raises: ReaderGone, OSError."""
     cells = [[clean(cell).replace("\t", " ") for cell in row] for row in rows]
     if sys.stdout.isatty():
         _draw(headers, cells)
         return
     widths = [max(map(width, column)) for column in zip(headers, *cells, strict=True)]
-    for row in (headers, *cells):
-        padded = (cell + " " * (room - width(cell)) for cell, room in zip(row, widths, strict=True))
-        print("  ".join(padded).rstrip())
-    sys.stdout.flush()
+    with _writing():
+        for row in (headers, *cells):
+            padded = (cell + " " * (room - width(cell)) for cell, room in zip(row, widths, strict=True))
+            print("  ".join(padded).rstrip())
+        sys.stdout.flush()
 
 
 def _draw(headers: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
@@ -81,10 +98,21 @@ def _draw(headers: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
     from rich.text import Text  # noqa: PLC0415  # as above
 
     plain = "NO_COLOR" in os.environ or os.environ.get("TERM") in ("dumb", "")
-    console = Console(color_system=None if plain else "auto", highlight=False, emoji=False)
-    drawn = Table(box=None, pad_edge=False, header_style="bold")
-    for header in headers:
-        drawn.add_column(header, no_wrap=True, overflow="ellipsis")
+    columns, lines = shutil.get_terminal_size()
+    console = Console(color_system=None if plain else "auto", highlight=False, emoji=False, width=columns, height=lines)
+    widths = [max(map(width, column)) for column in zip(headers, *cells, strict=True)]
+    drawn = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    for header, room in zip(headers, fit(widths, columns - 2 * (len(headers) - 1)), strict=True):
+        drawn.add_column(header, no_wrap=True, overflow="ellipsis", width=room)
     for row in cells:
         drawn.add_row(*(Text(cell) for cell in row))
-    console.print(drawn)
+    with _writing():
+        console.print(drawn)
+
+
+def fit(widths: Sequence[int], room: int) -> list[int]:
+    """Column widths that need no more than `room` in all, taken from the widest columns first; none falls below 1."""
+    made = list(widths)
+    while sum(made) > room and max(made) > 1:
+        made[made.index(max(made))] -= 1
+    return made

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from llmgw.cli.output import clean, json_bytes, table, width
+from llmgw.cli.output import clean, fit, json_bytes, table, width
 from llmgw.core.ids import Secret
 
 
@@ -39,3 +39,10 @@ def test_a_table_off_a_terminal_is_aligned_whole_and_plain(capsys: pytest.Captur
 
 def test_width_is_what_a_screen_shows() -> None:
     assert [width(text) for text in ("abc", "日本", "e\u0301", "")] == [3, 4, 1, 0]
+
+
+def test_the_widest_columns_give_way_first() -> None:
+    assert fit([5, 60, 8], 100) == [5, 60, 8]
+    assert fit([5, 60, 8], 33) == [5, 20, 8]
+    assert fit([5, 60, 40], 45) == [5, 20, 20]
+    assert fit([5, 5], 1) == [1, 1]
