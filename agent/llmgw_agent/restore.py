@@ -119,8 +119,11 @@ def _adopt(shard: Shard, entry: SavedShard, stage: Stage | None, *, now: Now, co
 def _gone(shard: Shard, entry: SavedShard, *, boot_id: str, now: Now, config: AgentConfig) -> None:
     """Nothing of it lives. After a reboot that is nobody's fault; within one boot the engine failed."""
     rebooted = entry.process is not None and entry.process.boot_id != boot_id
-    if shard.stop or shard.order is None:
+    if shard.stop:
         shard.stage = Stage.STOPPED
+    elif shard.order is None:
+        # What it was is not known here. If the store has its order it starts again, if not it is forgotten.
+        shard.stage, shard.reason = Stage.HELD, "its process is gone, and its order is not known yet"
     elif rebooted or entry.stage in (Stage.LAUNCHING.value, Stage.TERMINATING.value, Stage.KILLING.value):
         shard.stage = Stage.WAITING
         shard.reason = "the machine was restarted" if rebooted else shard.reason
@@ -144,7 +147,10 @@ def _lost(shard: Shard, why: str, *, config: AgentConfig) -> None:
 
 
 def _next(shard: Shard) -> Stage:
-    return Stage.STOPPED if shard.stop or shard.order is None else Stage.WAITING
+    """Without an order, and never told to stop, it has failed: stopped is final, so nobody would build it anew."""
+    if shard.stop:
+        return Stage.STOPPED
+    return Stage.FAILED if shard.order is None else Stage.WAITING
 
 
 def _same(item: Found, entry: SavedShard) -> bool:

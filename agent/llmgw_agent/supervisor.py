@@ -281,7 +281,7 @@ class Supervisor(Machine):
             shard.forget_engine()
             self._go(shard, Stage.WAITING, why, due_s=self.backoff_s(shard))
         else:
-            self._over(shard, Stage.STOPPED if after is Stage.WAITING else after, why)
+            self._over(shard, Stage.FAILED if after is Stage.WAITING else after, why)
 
     def _probed(self, shard: Shard, event: ev.EngineProbed) -> None:
         shard.probing = False

@@ -133,6 +133,28 @@ def test_b14_without_a_state_engines_are_found_by_their_marks_and_wait_for_an_or
     assert len(ready.starts) == 1
 
 
+def test_b14_a_found_engine_that_is_gone_after_a_reboot_starts_again_by_its_order(ready: Bench) -> None:
+    ready.restart(lost=True)
+    ready.run(5)
+    ready.restart(boot="boot-2")
+    ready.run(5)
+    assert ready.report().phase is ShardPhase.HELD  # not stopped: nobody ever ordered that
+    ready.see((7, assignment()))
+    ready.run(2)
+    assert ready.report().phase is ShardPhase.READY
+    assert len(ready.starts) == 2
+
+
+def test_b14_a_found_engine_that_dies_is_not_taken_for_stopped(ready: Bench) -> None:
+    ready.restart(lost=True)
+    ready.engines[SHARD].alive = False
+    ready.run(5)
+    ready.see((7, assignment()))
+    ready.run(70)  # ports rest after a loss
+    assert ready.report().phase is ShardPhase.READY
+    assert len(ready.starts) == 2
+
+
 def test_b14_a_found_engine_can_be_told_to_stop(ready: Bench) -> None:
     ready.restart(lost=True)
     ready.see((9, stopped(assignment())))

@@ -349,6 +349,21 @@ def test_b01_the_next_holder_waits_until_the_last_one_is_gone() -> None:
     assert bench.engines[SHARD].left == 0
 
 
+def test_what_runs_unassigned_holds_its_memory_until_the_leader_has_said_what_it_is() -> None:
+    bench = Bench()
+    bench.tell(ev.Restored(saved=None, found=()), ev.MemoryKnown(memory_bytes=10 * 10**9))
+    old, new = assignment(memory_bytes=8 * 10**9), assignment("m-bbbbb", memory_bytes=8 * 10**9)
+    bench.see((7, old))
+    bench.run(2)
+    bench.see((9, new))  # a restored store, which never heard of the old one
+    bench.run(30)
+    assert len(bench.starts) == 1
+    assert "waits for m-aaaaa.0" in bench.report("m-bbbbb.0").reason
+    bench.see((9, new), (11, stopped(old)))
+    bench.run(30)
+    assert bench.report("m-bbbbb.0").phase is ShardPhase.READY
+
+
 def test_memory_in_excess_of_a_shrunken_node_keeps_nobody_waiting_for_ever() -> None:
     bench = Bench()
     bench.tell(ev.Restored(saved=None, found=()), ev.MemoryKnown(memory_bytes=20 * 10**9))
