@@ -28,6 +28,10 @@ test: setup ## every test; T='tests/unit -k word' for some
 mutants: setup ## one small bug at a time, each must be noticed; M='--only A-01' for some
 	$(PYTHON) scripts/mutants.py $(M)
 
+.PHONY: bench-store
+bench-store: setup ## calls a second and the cost of a long listing, on an etcd of its own; B='--members 1'
+	$(PYTHON) bench/store.py $(B)
+
 .PHONY: demo
 demo: setup ## a cluster on this machine, a real model, a streamed answer, and a leader killed during another
 	@scripts/setup --check-engine
