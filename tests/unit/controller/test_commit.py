@@ -106,7 +106,7 @@ class Bench:
 
     async def elect(self, name: str) -> None:
         """Whoever led does not any more."""
-        lease = await self.plain.grant(10)
+        lease = await self.plain.grant(10_000)  # longer than any scene: it is the head that must refuse late writes
         held = await self.plain.get(ELECTION)
         if held is not None:
             await self.plain.revoke(held.lease)

@@ -25,6 +25,7 @@ class Client(MemoryStore):
         super().__init__(cluster)
         self.keepalive_error: StoreError | None = None
         self.keepalives = 0
+        self.answer_s = 0.0
         self.fate = ""
         self.late: tuple[Sequence[Compare], Sequence[Operation]] | None = None
         self.deaf = False
@@ -34,7 +35,9 @@ class Client(MemoryStore):
         if (error := self.keepalive_error) is not None:
             await anyio.lowlevel.checkpoint()
             raise error
-        return await super().keepalive(lease)
+        ttl_s = await super().keepalive(lease)
+        await anyio.sleep(self.answer_s)
+        return ttl_s
 
     async def txn(
         self, compares: Sequence[Compare], ops: Sequence[Operation], or_else: Sequence[Operation] = ()
@@ -171,6 +174,25 @@ def test_a_leader_that_cannot_renew_stops_before_its_lease_lapses() -> None:
             assert a.stopped_s <= b.won_s
             assert "7 s" in str(a.lost)
             b.leave.set()
+
+    run(scene)
+
+
+def test_a_term_counts_from_when_the_last_good_keepalive_was_sent_not_answered() -> None:
+    async def scene(cluster: MemoryCluster) -> None:
+        a = Candidate(cluster, "a")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(a.run)
+            await a.won.wait()
+            assert a.term is not None
+            a.store.answer_s = 2
+            await trio.sleep(20)
+            a.store.keepalive_error = Unavailable("no answer")
+            await trio.sleep(2)  # what was under way is answered
+            assert a.term.until_mono_s == a.term.renewed_mono_s + 10 - 3
+            assert trio.current_time() - a.term.renewed_mono_s >= 2
+            (lapses_s,) = [lease.deadline_s for lease in cluster._state.leases.values()]
+        assert a.stopped_s == a.term.until_mono_s <= lapses_s - 3
 
     run(scene)
 
