@@ -27,13 +27,27 @@ class Bounded:
 
     def __init__(self) -> None:
         self._out: set[str] = set()
+        self._turns: dict[str, anyio.Lock] = {}
         # Bounded by the names: there is at most one thread for each.
         self._limiter = anyio.CapacityLimiter(math.inf)
 
     async def run(self, name: str, work: Callable[[], T], *, bound_s: float) -> T:
-        """What `work` returns. Raises Hung, at once while an earlier call of that name is still out; and its errors."""
-        if name in self._out:
+        """What `work` returns; after an earlier call of that name, which counts towards the bound.
+
+        Raises: Hung, at once while one that hung before is still out; what `work` raises.
+        """
+        turn = self._turns.setdefault(name, anyio.Lock())
+        try:
+            with anyio.move_on_after(bound_s):
+                async with turn:
+                    if name not in self._out:
+                        return await self._call(name, work)
             raise Hung(name, bound_s)
+        finally:
+            if not turn.locked() and not turn.statistics().tasks_waiting:
+                self._turns.pop(name, None)
+
+    async def _call(self, name: str, work: Callable[[], T]) -> T:
         self._out.add(name)
 
         def call() -> T:
@@ -42,6 +56,4 @@ class Bounded:
             finally:
                 self._out.discard(name)
 
-        with anyio.move_on_after(bound_s):
-            return await anyio.to_thread.run_sync(call, abandon_on_cancel=True, limiter=self._limiter)
-        raise Hung(name, bound_s)
+        return await anyio.to_thread.run_sync(call, abandon_on_cancel=True, limiter=self._limiter)

@@ -84,7 +84,7 @@ class AgentProcess:
         """Start it; returns at once. `env` comes on top of the test's own."""
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "llmgw_agent.run", "--config", str(self._config)],
+                [sys.executable, "-m", "llmgw_agent", "--config", str(self._config)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -16,7 +16,6 @@ from llmgw.store import codec, keys
 from llmgw.store.etcd import open_etcd
 from llmgw.store.port import DeleteOp, PutOp, Store
 from llmgw.testing.agent_process import WAIT_S, AgentProcess
-from llmgw.testing.etcd import Etcd
 
 
 class People:
@@ -41,15 +40,19 @@ class People:
     async def until(self, ref: Ref, what: Callable[[Any], bool], agent: AgentProcess) -> Any:
         """The record at `ref` once `what` holds of it (None where it is absent).
 
-        Raises TimeoutError with the record, and what agent and engines said.
+        Raises RuntimeError, with the record and with what agent and engines said, when it does not come in time or the
+        agent ended by itself.
         """
         record = None
         with anyio.move_on_after(WAIT_S):
-            while not what(record := await self.record(ref)):  # noqa: ASYNC110  # reads, so that it sees deletions too
+            while not what(record := await self.record(ref)):  # reads, so that it sees deletions too
+                if agent.poll() is not None:
+                    break
                 await anyio.sleep(0.02)
-            return record
+            else:
+                return record
         logs = "\n".join(path.read_text(errors="replace")[-2000:] for path in agent.data.glob("logs/*/*.log"))
-        raise TimeoutError(f"{ref}: {record}\n{agent.said()}\n{logs}")
+        raise RuntimeError(f"{ref}: {record}\n{agent.said()}\n{logs}")
 
     async def until_ready(self, agent: AgentProcess, ref: Ref) -> ShardReport:
         """The shard's report once it is ready."""
@@ -58,9 +61,9 @@ class People:
 
 
 @asynccontextmanager
-async def people_of(etcd: Etcd) -> AsyncIterator[People]:
-    """A client of `etcd`, in which a controller has set up the store."""
-    async with open_etcd(EtcdConfig(endpoints=etcd.endpoints)) as store:
+async def people_of(config: EtcdConfig) -> AsyncIterator[People]:
+    """A client of an etcd, in which a controller has set up the store."""
+    async with open_etcd(config) as store:
         people = People(store)
         await people.put(Ref(Kind.META), StoreMeta(incarnation="store-1"))
         yield people

@@ -1,12 +1,14 @@
 """A real agent on real etcd, with an engine that is a program and misbehaves as told."""
 
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
 from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -16,7 +18,9 @@ import anyio
 import httpx2
 import msgspec
 import pytest
+from anyio.streams.buffered import BufferedByteReceiveStream
 
+from llmgw.config import EtcdConfig
 from llmgw.core.ids import Secret
 from llmgw.core.node import Facts, Session
 from llmgw.core.replica import Assignment, ShardPhase, ShardReport, confirms_stop
@@ -44,6 +48,10 @@ def anyio_backend() -> str:
     return "trio"
 
 
+def config_of(etcd: Etcd) -> EtcdConfig:
+    return EtcdConfig(endpoints=etcd.endpoints)
+
+
 def order(**changes: Any) -> Assignment:
     return assignment(engine_key=Secret(KEY), **changes)
 
@@ -68,6 +76,24 @@ async def ask(report: ShardReport, *, max_tokens: int = 1) -> int:
         return answer.status_code
 
 
+@asynccontextmanager
+async def chunks_of(report: ShardReport) -> AsyncIterator[Callable[[], Awaitable[str]]]:
+    """A streamed answer without end; what is handed over returns its next event."""
+    assert report.address is not None
+    assert report.port is not None
+    body = json.dumps({"prompt": "x", "max_tokens": 100_000, "stream": True})
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {len(body)}"
+    async with await anyio.connect_tcp(report.address, report.port) as connection:
+        await connection.send(f"{head}\r\n\r\n{body}".encode())
+        buffered = BufferedByteReceiveStream(connection)
+        assert b" 200 " in await buffered.receive_until(b"\r\n\r\n", 65536)
+
+        async def next_chunk() -> str:
+            return (await buffered.receive_until(b"\n\n", 65536)).decode()
+
+        yield next_chunk
+
+
 def of_process(report: ShardReport, name: str) -> str:
     """A file of an engine's below /proc."""
     return Path(f"/proc/{report.pid}/{name}").read_text()
@@ -83,7 +109,7 @@ def alive(pid: int | None) -> bool:
 
 
 async def test_an_order_to_run_and_an_order_to_stop(etcd: Etcd, agent: AgentProcess) -> None:
-    async with people_of(etcd) as people:
+    async with people_of(config_of(etcd)) as people:
         agent.start()
         await people.put(ORDER, order())
         report = await people.until_ready(agent, REPORT)
@@ -102,7 +128,7 @@ async def test_an_order_to_run_and_an_order_to_stop(etcd: Etcd, agent: AgentProc
 async def test_the_key_is_nowhere_but_in_the_engines_environment_and_the_saved_state(
     etcd: Etcd, agent: AgentProcess
 ) -> None:
-    async with people_of(etcd) as people:
+    async with people_of(config_of(etcd)) as people:
         agent.start()
         await people.put(ORDER, order(launch={"env": behave(spam_bytes=4096)}))
         report = await people.until_ready(agent, REPORT)
@@ -118,7 +144,7 @@ async def test_b03_the_whole_tree_ends_before_a_stop_is_confirmed_or_a_start_mad
     etcd: Etcd, agent: AgentProcess, how: str
 ) -> None:
     behaviour = behave(ignore_term=True, children=2, session_children=1)
-    async with people_of(etcd) as people:
+    async with people_of(config_of(etcd)) as people:
         agent.start()
         await people.put(ORDER, order(launch={"env": behaviour}))
         first = await people.until_ready(agent, REPORT)
@@ -142,7 +168,7 @@ async def test_b03_the_whole_tree_ends_before_a_stop_is_confirmed_or_a_start_mad
 
 
 async def test_b03_children_without_the_mark_are_known_by_their_descent(etcd: Etcd, agent: AgentProcess) -> None:
-    async with people_of(etcd) as people:
+    async with people_of(config_of(etcd)) as people:
         agent.start()
         await people.put(ORDER, order(launch={"env": behave(clean_children=2)}))
         report = await people.until_ready(agent, REPORT)
@@ -157,7 +183,7 @@ async def test_b03_children_without_the_mark_are_known_by_their_descent(etcd: Et
 async def test_b07_a_stranger_with_a_recorded_number_is_never_signalled(
     etcd: Etcd, agent: AgentProcess, how: str
 ) -> None:
-    async with people_of(etcd) as people:
+    async with people_of(config_of(etcd)) as people:
         agent.start()
         await people.put(ORDER, order())
         first = await people.until_ready(agent, REPORT)
@@ -196,7 +222,7 @@ async def test_b07_a_stranger_with_a_recorded_number_is_never_signalled(
 async def test_b09_an_engine_that_prints_without_end_answers_whatever_becomes_of_the_agent(
     etcd: Etcd, agent: AgentProcess
 ) -> None:
-    async with people_of(etcd) as people:
+    async with people_of(config_of(etcd)) as people:
         agent.start()
         await people.put(ORDER, order(launch={"env": behave(spam_bytes=5 * 2**20, spam_bytes_s=2**20)}))
         report = await people.until_ready(agent, REPORT)
@@ -223,18 +249,12 @@ async def test_b09_an_engine_that_prints_without_end_answers_whatever_becomes_of
 async def test_b11_a_restart_of_the_agent_cuts_no_stream_and_starts_no_second_engine(
     etcd: Etcd, agent: AgentProcess, how: str
 ) -> None:
-    async with people_of(etcd) as people:
+    async with people_of(config_of(etcd)) as people:
         agent.start()
         await people.put(ORDER, order())
         report = await people.until_ready(agent, REPORT)
-        url = f"http://{report.address}:{report.port}/v1/completions"
-        body = {"prompt": "x", "max_tokens": 100_000, "stream": True}
-        async with (
-            httpx2.AsyncClient(trust_env=False, timeout=WAIT_S) as http,
-            http.stream("POST", url, headers=authorised(), json=body) as answer,
-        ):
-            chunks = (line async for line in answer.aiter_lines() if line)
-            seen = [await anext(chunks)]
+        async with chunks_of(report) as next_chunk:
+            seen = [await next_chunk()]
             begun_s = anyio.current_time()
             if how == "SIGTERM":
                 assert agent.terminate() == 0
@@ -247,7 +267,7 @@ async def test_b11_a_restart_of_the_agent_cuts_no_stream_and_starts_no_second_en
             enough = int((anyio.current_time() - begun_s) / Behaviour().chunk_s) + 10
             with anyio.fail_after(WAIT_S):
                 while len(seen) < enough:
-                    seen.append(await anext(chunks))
+                    seen.append(await next_chunk())
             assert all(f'"w{n} "' in chunk for n, chunk in enumerate(seen))
         assert (again.pid, again.incarnation, again.port) == (report.pid, report.incarnation, report.port)
         assert agent.engines() == [report.pid]
@@ -263,7 +283,7 @@ async def test_b11_with_on_exit_stop_engines_end_with_the_agent(etcd: Etcd, tmp_
         models=tiny_model.parent,
         settings={"on_exit": "stop"},
     ) as agent:
-        async with people_of(etcd) as people:
+        async with people_of(config_of(etcd)) as people:
             agent.start()
             await people.put(ORDER, order(launch={"env": behave(children=1)}))
             await people.until_ready(agent, REPORT)
@@ -275,7 +295,7 @@ async def test_b11_with_on_exit_stop_engines_end_with_the_agent(etcd: Etcd, tmp_
 
 
 async def test_b14_a_damaged_state_is_kept_and_the_engine_found_again(etcd: Etcd, agent: AgentProcess) -> None:
-    async with people_of(etcd) as people:
+    async with people_of(config_of(etcd)) as people:
         agent.start()
         await people.put(ORDER, order())
         report = await people.until_ready(agent, REPORT)
@@ -295,7 +315,7 @@ async def test_b14_a_damaged_state_is_kept_and_the_engine_found_again(etcd: Etcd
 async def test_c07_a_copied_data_directory_is_refused_by_name_and_disturbs_nothing(
     etcd: Etcd, agent: AgentProcess, tmp_path: Path, tiny_model: Path
 ) -> None:
-    async with people_of(etcd) as people:
+    async with people_of(config_of(etcd)) as people:
         agent.start()
         await people.put(ORDER, order())
         report = await people.until_ready(agent, REPORT)
@@ -359,7 +379,7 @@ async def test_g07_no_proxy_is_ever_asked_and_none_is_handed_to_engines(
     url, seen = proxy
     names = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy")
     hostile = dict.fromkeys(names, url) | {"NO_PROXY": "10.0.0.0/8, example.org", "LLAMA_ARG_N_PREDICT": "1"}
-    async with people_of(etcd) as people:
+    async with people_of(config_of(etcd)) as people:
         agent.start(env=hostile)
         await people.put(ORDER, order())
         report = await people.until_ready(agent, REPORT)
@@ -370,7 +390,7 @@ async def test_g07_no_proxy_is_ever_asked_and_none_is_handed_to_engines(
 
 
 async def test_without_etcd_it_says_so_in_one_line_and_runs_what_was_assigned(etcd: Etcd, agent: AgentProcess) -> None:
-    async with people_of(etcd) as people:
+    async with people_of(config_of(etcd)) as people:
         agent.start()
         await people.put(ORDER, order())
         report = await people.until_ready(agent, REPORT)
@@ -394,7 +414,7 @@ def _answers(report: ShardReport) -> bool:
 
 
 async def test_an_engine_that_crashes_leaves_its_last_words(etcd: Etcd, agent: AgentProcess) -> None:
-    async with people_of(etcd) as people:
+    async with people_of(config_of(etcd)) as people:
         agent.start()
         crash = behave(crash_s=0.1, load_s=30, exit_code=3, last_words=f"could not do it, key {KEY}")
         await people.put(ORDER, order(launch={"env": crash}))
@@ -405,7 +425,7 @@ async def test_an_engine_that_crashes_leaves_its_last_words(etcd: Etcd, agent: A
 
 
 async def test_an_engine_with_other_slots_than_ordered_fails(etcd: Etcd, agent: AgentProcess) -> None:
-    async with people_of(etcd) as people:
+    async with people_of(config_of(etcd)) as people:
         agent.start()
         await people.put(ORDER, order(launch={"env": behave(slots=1)}))
         report = await people.until(REPORT, lambda r: r is not None and r.phase is ShardPhase.FAILED, agent)
@@ -414,7 +434,7 @@ async def test_an_engine_with_other_slots_than_ordered_fails(etcd: Etcd, agent: 
 
 
 async def test_missing_weights_fail_with_where_they_were_looked_for(etcd: Etcd, agent: AgentProcess) -> None:
-    async with people_of(etcd) as people:
+    async with people_of(config_of(etcd)) as people:
         agent.start()
         await people.put(ORDER, order(launch={"source": "no/such.gguf"}))
         report = await people.until(REPORT, lambda r: r is not None and r.phase is ShardPhase.FAILED, agent)
@@ -422,7 +442,7 @@ async def test_missing_weights_fail_with_where_they_were_looked_for(etcd: Etcd, 
 
 
 async def test_many_starts_at_once_get_ports_of_their_own(etcd: Etcd, agent: AgentProcess) -> None:
-    async with people_of(etcd) as people:
+    async with people_of(config_of(etcd)) as people:
         agent.start()
         refs = [Ref(Kind.SHARD, f"n1/m-aaaa{letter}.0") for letter in "abcdef"]
         for ref in refs:
@@ -432,10 +452,57 @@ async def test_many_starts_at_once_get_ports_of_their_own(etcd: Etcd, agent: Age
         assert len(set(ports)) == len(refs)
 
 
+@pytest.fixture
+def secured(start_etcd: Callable[..., Etcd]) -> Etcd:
+    """An etcd with TLS, users and a role for node n1."""
+    etcd = start_etcd(tls=True, auth=True)
+    etcd.roles("agent", "n1")
+    return etcd
+
+
+async def test_with_tls_and_a_role_of_its_own_it_can_do_all_it_must_and_no_more(
+    secured: Etcd, tmp_path: Path, tiny_model: Path
+) -> None:
+    etcd = secured
+    assert etcd.certificates is not None
+    assert etcd.passwords is not None
+    files = etcd.certificates
+    connection: dict[str, Any] = {"ca": str(files.ca), "cert": str(files.client), "key": str(files.client_key)}
+    controller = EtcdConfig(
+        endpoints=etcd.endpoints,
+        user="llmgw-controller",
+        password_file=str(etcd.passwords / "llmgw-controller"),
+        **connection,
+    )
+    agent_user = {"user": "llmgw-agent-n1", "password_file": str(etcd.passwords / "llmgw-agent-n1")}
+    settings = {"etcd": {"endpoints": list(etcd.endpoints), **connection, **agent_user}}
+    engine = fake_engine(tmp_path)
+    with AgentProcess(
+        tmp_path / "n1", endpoints=(), engine=engine, models=tiny_model.parent, settings=settings
+    ) as agent:
+        async with people_of(controller) as people:
+            agent.start()
+            await people.put(ORDER, order())
+            await people.until_ready(agent, REPORT)
+            revision = await people.put(ORDER, stopped(order()))
+            await people.until(REPORT, lambda r: confirms_stop(r, order_rev=revision), agent)
+            assert "denies" not in agent.said()
+        # Under another's role it says what is wrong, and goes on trying.
+        agent.kill()
+        settings["etcd"]["user"] = "llmgw-gateway"
+        settings["etcd"]["password_file"] = str(etcd.passwords / "llmgw-gateway")
+    with AgentProcess(
+        tmp_path / "n2", endpoints=(), engine=engine, models=tiny_model.parent, settings=settings
+    ) as stranger:
+        stranger.start()
+        await until(lambda: "the store denies this agent" in stranger.said(), "it says that it is denied")
+        assert stranger.poll() is None
+
+
 async def test_a_bad_config_is_refused_with_its_place(tmp_path: Path) -> None:
     path = tmp_path / "agent.yaml"
     path.write_text("name: n1\ndata_dir: data\nmodel_dir: [x]\n")
-    done = await anyio.run_process([sys.executable, "-m", "llmgw_agent.run", "--config", str(path)], check=False)
+    done = await anyio.run_process([sys.executable, "-m", "llmgw_agent", "--config", str(path)], check=False)
     assert done.returncode == 2
     assert f"{path}:3: model_dir" in done.stderr.decode()
     assert "model_dirs" in done.stderr.decode()

