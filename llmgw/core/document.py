@@ -81,8 +81,6 @@ class Reader:
         if isinstance(node, Unusable):
             return FAILED
         match info:
-            case inspect.Metadata():
-                return self._value(node, info.type, path, given)
             case inspect.UnionType():
                 if isinstance(node, Text) and node.null and info.includes_none:
                     return None

@@ -162,3 +162,25 @@ def test_no_loop_closes_through_a_model_that_stays_as_it_is() -> None:
     loaded = Loaded(catalog=wanted, sections=EVERY_SECTION)
     plan = plan_apply(current, loaded, prune=True, changes_max=1, bytes_max=10_000)
     assert [str(edit) for edit in plan.edits] == ["update model z", "update model a"]
+
+
+def test_what_is_not_valid_is_told() -> None:
+    def model(name: str, *fallbacks: str) -> tuple[Ref, Entry | None]:
+        return Ref(Kind.MODEL, name), ModelSpec(name=name, source="x", profiles=PROFILES, fallbacks=fallbacks)
+
+    state = dict([model("a", "b"), model("b", "a"), model("c", "none"), model("C")])
+    state[Ref(Kind.ALIAS, "x")] = Alias(name="x", model="gone")
+    state[Ref(Kind.MODEL, "unreadable")] = None
+    assert list(problems(state)) == [
+        "model 'c' needs model 'none', which is not there",
+        "alias 'x' needs model 'gone', which is not there",
+        "these names are the same or nearly so: model 'C', model 'c'",
+        "fallbacks go round in a loop: 'a' -> 'b' -> 'a'",
+    ]
+
+
+def test_what_was_wrong_before_stops_nobody() -> None:
+    broken = Catalog(aliases={"x": Alias(name="x", model="gone")})
+    wanted = Loaded(catalog=Catalog(engines={"vllm": EngineSpec(name="vllm", version="1")}), sections=EVERY_SECTION)
+    plan = plan_apply(broken, wanted, prune=False, changes_max=10, bytes_max=10_000)
+    assert [str(edit) for edit in plan.edits] == ["create engine vllm"]

@@ -264,3 +264,23 @@ def test_listen(listen: str, expected: tuple[str, int]) -> None:
 def test_listen_refused(listen: str) -> None:
     with pytest.raises(ValueError, match=r"host|port"):
         split_listen(listen)
+
+
+def test_what_is_wrong_by_itself_in_an_agent(file: Path) -> None:
+    found = refused(
+        file,
+        AgentConfig,
+        "name: n1\ndata_dir: ''\naddress: a b\netcd: {endpoints: []}\nengine_ports: [20000, 21500]\n",
+    )
+    assert [line.split(": ", 2)[:2] for line in found] == [
+        ["1", "gang_ports"],
+        ["2", "data_dir"],
+        ["3", "address"],
+        ["4", "etcd.endpoints"],
+    ]
+
+
+def test_an_option_does_not_repair_what_is_no_mapping(file: Path) -> None:
+    file.write_text("etcd: nonsense\n")
+    with pytest.raises(Invalid, match="etcd: must be a mapping"):
+        load_config(file, GatewayConfig, env={"LLMGW_ETCD": "http://a:1"})

@@ -129,6 +129,8 @@ def test_e03_names_that_are_the_same_to_a_reader() -> None:
     assert "a.yaml:2, 'gemma', which differs only in case" in problem
     found = refused(f"models: {{a: {OK}, b: {OK}}}\naliases:\n  x: a\n  x: b\n")
     assert any("a.yaml:4: aliases.x:" in problem and "line 3" in problem for problem in found)
+    (problem,) = refused(f"models:\n  m: {OK}\naliases:\n  m: m\n")
+    assert problem == "a.yaml:4: aliases.m: 'm' is also the name of the model in a.yaml:2"
     (problem,) = refused(f"models:\n  m: {OK}\naliases:\n  M: m\n")
     assert "a.yaml:4: aliases.M: 'M' is also the name of the model in a.yaml:2" in problem
     (problem,) = refused(
@@ -204,6 +206,7 @@ def test_fallbacks_have_no_loops_and_stay_with_the_task() -> None:
         ("gpus_per_node: 4, nodes: 2, tensor_parallel: 4", "= 8 GPUs, but tensor_parallel 4 × pipeline_parallel 1 = 4"),
         ("gpus_per_node: 2", "gpus_per_node: nodes 1 × gpus_per_node 2 = 2 GPUs"),
         ("tensor_parallel: 2", "tensor_parallel: is 2, but gpus_per_node is 0"),
+        ("gpus_per_node: 1, gpu_class: ''", "gpu_class: '' names no class"),
         ("gpu_class: a100", "gpu_class: says something of GPUs, but gpus_per_node is 0"),
         ("min_gpu_memory_gb: 4", "min_gpu_memory_gb: says something of GPUs"),
         ("min_memory_gb: -1", "-1 is not in 0.001 to 1000000 GB"),
@@ -311,3 +314,42 @@ def test_a12_an_object_too_large_for_a_record_is_refused_with_size_and_limit() -
 def test_no_problem_repeats_what_is_long_or_dangerous() -> None:
     found = refused('models:\n  "\\e[31mred": {source: x}\n  b: {source: x, task: "' + "y" * 1000 + '"}\n')
     assert all("\x1b" not in problem and len(problem) < 250 for problem in found)
+
+
+@pytest.mark.parametrize("name", ["CPU", "-a", "a" * 64, "''", "a/b"])
+def test_names_of_profiles(name: str) -> None:
+    (problem,) = refused(f"models:\n  m:\n    source: x\n    profiles:\n      - {{name: {name}, engine: vllm}}\n")
+    assert problem.startswith("a.yaml:5: models.m.profiles[0].name: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("a: [", ["a.yaml:2: not YAML"]),
+        ("!x {models: {}}", ["a.yaml:1: tag '!x'"]),
+        ("&x models", ["a.yaml:1: anchor '&x'"]),
+        ("models: *x", ["a.yaml:1: models: alias '*x'"]),
+        ("models: !x y", ["a.yaml:1: models: tag '!x'"]),
+        ("models: text", ["a.yaml:1: models: must be a mapping of names"]),
+        ("models: {m: text}", ["a.yaml:1: models.m: must be a mapping"]),
+        ("models: {m: }", ["a.yaml:1: models.m: is empty and must be a mapping"]),
+        ("models: {m: !x y}", ["a.yaml:1: models.m: tag '!x'"]),
+        ("models: {m: {source: x, profiles: !x y}}", ["a.yaml:1: models.m.profiles: tag '!x'"]),
+        ("models: {m: {source: x, profiles: [{name: p}]}}", ["a.yaml:1: models.m.profiles[0].engine: is missing"]),
+        ("models: {m: {profiles: [{name: p, engine: vllm}]}}", ["a.yaml:1: models.m.source: is missing"]),
+        ("aliases: {a: [m]}", ["a.yaml:1: aliases.a: must be text, not a list of 1"]),
+        ("engines: {vllm: '1'}", ["a.yaml:1: engines.vllm: must be a mapping"]),
+    ],
+)
+def test_wrong_shapes_are_told_once(text: str, told: list[str]) -> None:
+    found = refused(text)
+    assert len(found) == len(told)
+    assert all(problem.startswith(start) for problem, start in zip(found, told, strict=True))
+
+
+def test_an_alias_of_an_alias_of_nothing_is_told_without_a_guess() -> None:
+    found = refused(f"models: {{m: {OK}}}\naliases: {{a: b, b: [m]}}\n")
+    assert found == [
+        "a.yaml:2: aliases.a: 'b' is an alias (a.yaml:2); name a model",
+        "a.yaml:2: aliases.b: must be text, not a list of 1",
+    ]

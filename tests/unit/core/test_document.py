@@ -148,3 +148,8 @@ def test_a_given_field_is_not_written() -> None:
     reader.convert(tree, Inner, given={"name": "x"})
     with pytest.raises(Invalid, match="unknown key 'name'"):
         reader.finish()
+
+
+def test_a_type_that_has_no_reading_is_a_bug_and_says_so() -> None:
+    with pytest.raises(NotImplementedError, match="no reading"):
+        read("1", bytes, file="f")

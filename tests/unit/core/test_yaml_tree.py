@@ -71,6 +71,7 @@ def test_lines_are_those_of_the_text() -> None:
         ("a: 1\n---\nb: 2\n", 2, None, "second document"),
         ("a: 1\n...\n---\n", 3, None, "second document"),
         ("? [a]\n: 1\n", 1, None, "a key must be text"),
+        ("a: 1\n*x : 2\n", 2, None, "alias '*x'"),
         ("a: [1, 2\n", 2, None, "not YAML"),
         ("a: 'x\n", 2, None, "not YAML"),
         ("\ta: 1\n", 1, None, "not YAML"),
