@@ -208,7 +208,7 @@ async def started(
     """A cluster of our own in a temporary directory, with `catalog` applied and `model` answering."""
     with tempfile.TemporaryDirectory(prefix="llmgw-chaos-") as folder:
         data, log = Path(folder) / "data", Path(folder) / "log"
-        argv = [sys.executable, "-m", "llmgw.cli.main", "dev", "--data", str(data), "--settings", str(settings)]
+        argv = [sys.executable, "-m", "llmgw.cli", "dev", "--data", str(data), "--settings", str(settings)]
         argv += ["--model-dir", str(model_dir), *extra]
         with log.open("wb") as output:
             process = subprocess.Popen(  # noqa: ASYNC220  # returns at once; its end is awaited below
@@ -240,7 +240,7 @@ def run_cli(cluster: Cluster, *args: str) -> str:
     """Run `llmgw ARGS` against the cluster; its standard output. Raises ScenarioFailed on a non-zero exit."""
     env = {**os.environ, "LLMGW_ETCD": ",".join(cluster.state["etcd"])}
     done = subprocess.run(
-        [sys.executable, "-m", "llmgw.cli.main", *args], env=env, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "llmgw.cli", *args], env=env, capture_output=True, text=True, check=False
     )
     if done.returncode:
         raise ScenarioFailed(f"llmgw {' '.join(args)} exited {done.returncode}: {done.stderr}")

@@ -183,7 +183,7 @@ def _etcd(
 def _process(options: DevOptions, *, name: str, kind: str, config: dict[str, Any], health: str | None) -> Child:
     path = options.data / "config" / f"{name}.yaml"
     merged = {**config, **options.settings.get(kind, {})}
-    module = {"controller": "llmgw.controller.run", "gateway": "llmgw.gateway.run", "agent": "llmgw_agent.run"}[kind]
+    module = {"controller": "llmgw.controller", "gateway": "llmgw.gateway", "agent": "llmgw_agent"}[kind]
     return Child(
         name=name,
         kind=kind,

@@ -111,7 +111,3 @@ async def _cancel_on_signal(scope: trio.CancelScope) -> None:
             log.info("told to end", extra={"fields": {"signal": signal.Signals(number).name}})
             scope.cancel()
             return
-
-
-if __name__ == "__main__":
-    main()

@@ -63,7 +63,7 @@ async def test_it_is_ready_when_it_has_done_real_work_and_is_what_was_ordered(et
         report = await people.until_ready(agent, REPORT)
         # llama-server rounds a slot's context up to a multiple of 256.
         assert (report.context, report.slots) == (1024, 3)
-        assert report.build == "llama.cpp@0.10434.0+vulkan"
+        assert (report.build or "").startswith("llama.cpp@")
         base = f"http://{report.address}:{report.port}"
         answer = await http.post(f"{base}/v1/completions", json={"model": "x", "prompt": "Hi", "max_tokens": 3})
         assert answer.json()["model"] == "org/tiny"

