@@ -270,6 +270,21 @@ async def test_c07_a_copy_on_the_same_machine_does_not_take_over_what_runs(world
     assert len(first.running()) == 1
 
 
+@virtual
+async def test_c07_a_cloned_machine_does_not_take_over_the_session(world: World) -> None:
+    first, clone = world.machine(), world.machine(address="10.0.0.2")
+    agent = world.start(first)
+    session = await world.until_session()
+    # All of the disk was cloned: the same files at the same places, the saved lease with them; another boot.
+    clone.disk, clone.boots = first.disk, 7
+    with said() as lines:
+        world.start(clone)
+        await anyio.sleep(100)
+    assert any("held by the agent at 10.0.0.1" in line for line in lines)
+    assert await world.session() == session
+    assert agent.host.data == f"259:{clone.name}"
+
+
 def _state(machine: Machine) -> Any:
     assert machine.disk is not None
     return machine.disk
