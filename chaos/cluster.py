@@ -129,15 +129,10 @@ class Cluster:
     async def stream(
         self, into: Streamed, *, text: str, max_tokens: int, on_text: Callable[[str], None] | None = None
     ) -> None:
-        """One streamed answer, told as it comes."""
-        body = {
-            "model": self.model,
-            "messages": [{"role": "user", "content": text}],
-            "max_tokens": max_tokens,
-            "stream": True,
-        }
+        """`text` continued by the model (the demo's is no chat model), told as it comes."""
+        body = {"model": self.model, "prompt": text, "max_tokens": max_tokens, "stream": True}
         try:
-            async with self.http.stream("POST", f"{self.gateway}/v1/chat/completions", json=body) as answer:
+            async with self.http.stream("POST", f"{self.gateway}/v1/completions", json=body) as answer:
                 if answer.status_code != httpx2.codes.OK:
                     into.error = f"{answer.status_code}: {(await answer.aread()).decode(errors='replace')}"
                     return
@@ -153,7 +148,7 @@ class Cluster:
                         into.error = json.dumps(event["error"])
                         continue
                     into.chunks.append(anyio.current_time())
-                    piece = "".join(choice["delta"].get("content") or "" for choice in event["choices"])
+                    piece = "".join(choice["text"] for choice in event["choices"])
                     into.text += piece
                     if on_text is not None:
                         on_text(piece)

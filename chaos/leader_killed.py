@@ -8,7 +8,7 @@ import anyio
 
 from chaos import cluster
 
-PROMPT = "Tell me a long story about a river, a bridge and a keeper who reads letters by the lamp."
+PROMPT = "This is a long story about a river, a bridge and a keeper who read letters by the lamp. Once upon a time,"
 
 
 async def scenario(at: cluster.Cluster) -> None:
