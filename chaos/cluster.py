@@ -25,9 +25,9 @@ from typing import Any, TypeVar
 import anyio
 import httpx2
 import psutil
-from llmgw.core.invariants import check
 
 from llmgw.config import EtcdConfig
+from llmgw.core.invariants import check
 from llmgw.core.replica import ShardPhase, ShardReport
 from llmgw.core.snapshot import Index
 from llmgw.store import codec
