@@ -134,7 +134,9 @@ def _gang(index: Index, order: Assignment) -> list[Assignment] | None:
         if each is not None and (each.rank not in found or each == order):
             found[each.rank] = each
     orders = [found[rank] for rank in sorted(found)]
-    return orders if [each.rank for each in orders] == list(range(order.launch.nodes)) and order in orders else None
+    whole = [each.rank for each in orders] == list(range(order.launch.nodes)) and order in orders
+    apart = len({each.node for each in orders}) == len(orders)
+    return orders if whole and apart else None
 
 
 def _wanted(index: Index, orders: list[Assignment]) -> bool:

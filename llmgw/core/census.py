@@ -14,7 +14,7 @@ import msgspec
 
 from llmgw.core.catalog import EngineSpec, ModelSpec, launch_hash
 from llmgw.core.inventory import NodeInventory, node_inventory
-from llmgw.core.lifecycle import is_frozen, is_live
+from llmgw.core.lifecycle import is_frozen, is_live, replicas_of
 from llmgw.core.node import Liveness
 from llmgw.core.placement import satisfies
 from llmgw.core.replica import ModelState, Replica, ReplicaPhase, Retire
@@ -98,17 +98,14 @@ def take_census(index: Index, name: str, spec: ModelSpec | None, state: ModelSta
     targets = {} if spec is None else tokens(index, spec)
     lists: dict[str, list[Replica]] = {key: [] for key in ("lost", "drained", "outdated", "current", "leaving")}
     frozen, ready = _unreadable(index, name), set[str]()
-    for each in sorted(index.replicas_of.get(name, ())):
-        replica = index.replicas.record(each)
-        if replica is None:
-            continue
-        if is_frozen(index, each):
+    for replica in replicas_of(index, name):
+        if is_frozen(index, replica.id):
             frozen += is_live(replica)
             continue
         nodes = [node_inventory(index, shard.node) for shard in replica.shards if not shard.released]
         lists[_standing(index, replica, nodes, targets)].append(replica)
         if replica.phase is ReplicaPhase.READY and all(_answers(node) for node in nodes):
-            ready.add(each)
+            ready.add(replica.id)
     return Census(
         wanted=0 if spec is None else spec.scaling.min,
         removed=spec is None,

@@ -275,13 +275,13 @@ def _justified(index: Index, replica: Replica) -> bool:
             return any(spec is not None and spec.drain for spec in specs)
         case Retire.MODEL_REMOVED:
             return replica.model not in index.models
-        case Retire.SCALE_DOWN | Retire.CANCELLED:
+        case None:
+            return False
+        case _:  # scale_down, cancelled: enough others are left
             spec = index.models.record(replica.model)
             live = [index.replicas.record(each) for each in index.replicas_of.get(replica.model, ())]
             left = sum(1 for each in live if each is not None and is_live(each))
             return spec is not None and left >= spec.scaling.min
-        case None:
-            return False
 
 
 def _routable(index: Index, model: str) -> int:

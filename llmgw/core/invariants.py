@@ -68,10 +68,10 @@ def check(index: Index, *, around: Iterable[Ref] | None = None) -> list[Violatio
         models &= {ref.name for ref in refs if ref.kind is Kind.MODEL_STATE}
         nodes &= {ref.name.partition("/")[0] for ref in refs if ref.kind in (Kind.ASSIGNMENT, Kind.FACTS)}
     found: list[Violation] = []
-    for each in sorted(replicas):
-        if (replica := index.replicas.record(each)) is not None:
+    for replica in (index.replicas.record(each) for each in sorted(replicas)):
+        if replica is not None:
             found += _shape(index, replica)
-            found += _bounded(f"the receipt of {each}", replica.receipt)
+            found += _bounded(f"the receipt of {replica.id}", replica.receipt)
             nodes |= {shard.node for shard in replica.shards}
     for node in sorted(nodes):
         found += _gpus(index, node)

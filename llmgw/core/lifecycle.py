@@ -176,6 +176,12 @@ def bare_stop(*, node: str, replica: str, rank: int, model: str, claim: Claim, k
     )
 
 
+def replicas_of(index: Index, model: str) -> list[Replica]:
+    """A model's replicas, by id. Of those that can't be read now, the last good record."""
+    found = (index.replicas.record(each) for each in sorted(index.replicas_of.get(model, ())))
+    return [replica for replica in found if replica is not None]
+
+
 def order_ref(node: str, replica: str, rank: int) -> Ref:
     """Where the order for a shard stands."""
     return Ref(Kind.ASSIGNMENT, shard_name(node, replica, rank))

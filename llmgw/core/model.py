@@ -28,6 +28,7 @@ from llmgw.core.lifecycle import (
     new_replica,
     observed_phase,
     release,
+    replicas_of,
     retired,
     stop_order,
 )
@@ -68,8 +69,7 @@ class Tended:
 
 def readable_replicas(index: Index, name: str) -> list[Replica]:
     """A model's replicas about which everything can be read, by id."""
-    found = (index.replicas.record(each) for each in sorted(index.replicas_of.get(name, ())))
-    return [replica for replica in found if replica is not None and not is_frozen(index, replica.id)]
+    return [replica for replica in replicas_of(index, name) if not is_frozen(index, replica.id)]
 
 
 def tend_leaving(p: Pass, name: str) -> None:
@@ -189,8 +189,6 @@ def _retire(p: Pass, model: Tended) -> None:
 def _settle_backoff(p: Pass, model: Tended) -> None:
     """Forget past failures once everything wanted has been ready for long enough; say when to look again."""
     state, census = model.state, take_census(p.index, model.name, model.spec, model.state)
-    if not census.outdated and state.launch_failed is not None and not census.need:
-        model.state = state = msgspec.structs.replace(state, launch_failed=None)
     if state.attempt == 0:
         return
     ready = [replica for replica in census.steady if replica.id in census.ready]
@@ -220,23 +218,21 @@ def _place(p: Pass, model: Tended, spec: ModelSpec, inventory: Inventory) -> Non
         p.tries -= 1
         failed = frozenset(node for node, until in model.state.failed_nodes.items() if until > p.now.wall_s)
         outcome = place(inventory, spec, failed=failed)
-        match outcome:
-            case Placement():
-                stands_for = next(iter(census.replaceable), None)
-                writes = new_replica(
-                    spec,
-                    outcome,
-                    replica=fresh_id(p.index, spec.name, p.ids),
-                    key=p.ids.key(),
-                    replaces=None if stands_for is None else stands_for.id,
-                    now=p.now,
-                )
-                p.draft.emit("place", *writes)
-            case Rejection():
-                model.rejected, model.rejected_after = outcome, len(p.draft.groups)
-                if census.need == 0:
-                    _make_room(p, model, spec, census, inventory)
-                return
+        if isinstance(outcome, Rejection):
+            model.rejected, model.rejected_after = outcome, len(p.draft.groups)
+            if census.need == 0:
+                _make_room(p, model, spec, census, inventory)
+            return
+        stands_for = next(iter(census.replaceable), None)
+        writes = new_replica(
+            spec,
+            outcome,
+            replica=fresh_id(p.index, spec.name, p.ids),
+            key=p.ids.key(),
+            replaces=None if stands_for is None else stands_for.id,
+            now=p.now,
+        )
+        p.draft.emit("place", *writes)
 
 
 def _make_room(p: Pass, model: Tended, spec: ModelSpec, census: Census, inventory: Inventory) -> None:
@@ -269,6 +265,7 @@ def conclude(p: Pass, model: Tended, inventory: Inventory) -> None:
         placed=len(live) + census.frozen,
         ready=sum(1 for replica in live if replica.phase is ReplicaPhase.READY and replica not in census.lost),
         rollout=_rollout(census),
+        launch_failed=model.state.launch_failed if census.outdated else None,
     )
     if not model.short:
         state = _explained(p, model, state, inventory)
@@ -285,11 +282,8 @@ def _explained(p: Pass, model: Tended, state: ModelState, inventory: Inventory) 
     """`state` with why nothing fits, judged by what the whole pass leaves; as stored when only numbers differ."""
     if model.rejected is None or model.spec is None:
         return msgspec.structs.replace(state, unplaced=None)
-    rejected: Placement | Rejection = model.rejected
-    if model.rejected_after != len(p.draft.groups):
-        rejected = place(inventory, model.spec)
-    if isinstance(rejected, Placement):  # can't be: a pass only takes room away. Then the next pass places it.
-        rejected = model.rejected
+    again = model.rejected if model.rejected_after == len(p.draft.groups) else place(inventory, model.spec)
+    rejected = again if isinstance(again, Rejection) else model.rejected  # a pass only takes room away, so it is one
     unplaced = rejected.unplaced(p.index.revision)
     return state if same_but_numbers(state.unplaced, unplaced) else msgspec.structs.replace(state, unplaced=unplaced)
 

@@ -115,9 +115,6 @@ def _pending(index: Index) -> set[str]:
 def _touched_models(p: Pass, dirty: Dirty) -> set[str]:
     """Models that the changes since the last pass, and what this one has done so far, may concern."""
     names, nodes = dirty.models | p.draft.touched.models, dirty.nodes | p.draft.touched.nodes
-    for node in nodes:
-        for each in p.index.replicas_on.get(node, ()):
-            replica = p.index.replicas.record(each)
-            if replica is not None:
-                names.add(replica.model)
+    there = (p.index.replicas.record(each) for node in nodes for each in p.index.replicas_on.get(node, ()))
+    names |= {replica.model for replica in there if replica is not None}
     return names | _pending(p.index) if nodes else names

@@ -7,9 +7,21 @@ import pytest
 
 from llmgw.core.explain import Constraint, Refusal, render
 from llmgw.core.invariants import unanswered
+from llmgw.core.inventory import node_inventory
 from llmgw.core.node import Fleet, Liveness
 from llmgw.core.record import Recover, StoreMeta
-from llmgw.core.replica import Assignment, Desired, Gang, Peer, Replica, ReplicaPhase, Retire, ShardPhase
+from llmgw.core.replica import (
+    Assignment,
+    Claim,
+    Desired,
+    Gang,
+    GpuClaim,
+    Peer,
+    Replica,
+    ReplicaPhase,
+    Retire,
+    ShardPhase,
+)
 from llmgw.core.snapshot import Kind
 from llmgw.core.units import GB
 from llmgw.testing.cluster import Cluster, cpu_profile
@@ -293,6 +305,87 @@ def test_half_a_gang_is_told_to_stop() -> None:
     assert made.desired is Desired.STOPPED
 
 
+def test_a_gang_that_contradicts_itself_is_told_to_stop() -> None:
+    c = serving()
+    first, second = gang(c)
+    for each in (first, second, msgspec.structs.replace(second, node="n1")):
+        c.report(f"{each.node}/m-ggggg.{each.rank}", ShardPhase.READY, order=each)
+    c.step()
+    assert "m-ggggg" not in c.index.replicas
+    assert len([each for each in c.index.assignments.records() if each.desired is Desired.STOPPED]) == 3
+
+
+def test_a_gang_on_a_gpu_that_is_taken_is_told_to_stop() -> None:
+    c = serving()
+    taken = Claim(gpus=(GpuClaim(uuid="GPU-1"),))
+    orders = [msgspec.structs.replace(each, claim=taken) for each in gang(c)]
+    for replica in ("m-aaaaa", "m-bbbbb"):
+        made = [msgspec.structs.replace(each, replica=replica) for each in orders]
+        c.meddle(*((Kind.ASSIGNMENT, f"{each.node}/{replica}.{each.rank}", each) for each in made))
+    c.step()
+    assert not {"m-aaaaa", "m-bbbbb"} & set(c.index.replicas), "each stands in the other's way"
+    assert {each.desired for each in c.index.assignments.records() if each.rank == 1} == {Desired.STOPPED}
+
+
+def adopted_gang(c: Cluster) -> Replica:
+    for each in gang(c):
+        c.report(f"{each.node}/m-ggggg.{each.rank}", ShardPhase.READY, order=each)
+    c.step()
+    c.answer()
+    c.step()
+    return c.one("m")
+
+
+def test_a_gang_gives_back_what_each_node_has_confirmed() -> None:
+    c = serving()
+    adopted_gang(c)
+    c.remove_model("m")
+    c.step()
+    c.report("n1/m-ggggg.0", ShardPhase.STOPPED)
+    assert c.step().counts() == {"release": 1}
+    replica = c.one("m")
+    assert [shard.released for shard in replica.shards] == [True, False]
+    assert replica.phase is P.DRAINING
+    assert c.index.assignments.names() == ["n2/m-ggggg.1"]
+    assert node_inventory(c.index, "n1").claimed_bytes == 0
+    assert node_inventory(c.index, "n2").claimed_bytes == 4 * GB
+    c.report("n2/m-ggggg.1", ShardPhase.STOPPING)
+    assert c.step().counts() == {"phase": 1}
+    c.report("n2/m-ggggg.1", ShardPhase.STOPPED)
+    assert c.step().counts()["end"] == 1
+
+
+def test_one_failed_shard_fails_the_gang_and_a_node_that_cannot_answer_holds_only_its_own() -> None:
+    c = serving(nodes=4)
+    adopted_gang(c)
+    c.away("n2")
+    c.step()
+    c.report("n1/m-ggggg.0", ShardPhase.FAILED, reason="exit 1")
+    assert c.step().counts()["fail"] == 1
+    c.settle()
+    replica = next(each for each in c.replicas("m") if each.id == "m-ggggg")
+    assert [shard.released for shard in replica.shards] == [True, False]
+    c.spec("n2", forget="boot-n2")
+    c.settle()
+    assert "m-ggggg" not in c.index.replicas
+    assert "n2" not in c.index.node_states
+
+
+def test_a_live_gang_loses_the_shard_of_a_forgotten_machine_and_stops_the_others() -> None:
+    c = serving(nodes=4)
+    adopted_gang(c)
+    c.away("n2")
+    c.step()
+    c.spec("n2", forget="boot-n2")
+    c.step()
+    replica = next(each for each in c.replicas("m") if each.id == "m-ggggg")
+    assert [shard.released for shard in replica.shards] == [False, True]
+    assert c.index.assignments["n1/m-ggggg.0"].record is not None
+    assert c.index.assignments["n1/m-ggggg.0"].record.desired is Desired.STOPPED
+    c.settle()
+    assert "m-ggggg" not in c.index.replicas
+
+
 # --- after a restore ------------------------------------------------------------------------------------------------
 
 
@@ -429,3 +522,35 @@ def test_an_order_to_stop_that_was_lost_with_the_restore_is_not_given_while_wait
     c.write(Kind.RECOVER, "", Recover(incarnation="store-2"))
     c.step()
     assert order(c, leaving).desired is Desired.STOPPED
+
+
+def test_after_a_restore_a_shard_nobody_remembers_waits_for_its_word() -> None:
+    c = serving(nodes=3)
+    old = c.one("m")
+    lose(c, old)
+    report = c.index.reports.record(c.shard(old))
+    assert report is not None
+    c.write(Kind.SHARD, c.shard(old), msgspec.structs.replace(report, order=None))
+    restored(c)
+    c.back(old.shards[0].node)
+    c.step()
+    assert c.shard(old) not in c.index.assignments
+    c.write(Kind.RECOVER, "", Recover(incarnation="store-2"))
+    c.step()
+    assert c.shard(old) in c.index.assignments
+
+
+def test_after_a_restore_a_confirmed_stray_order_is_pruned_only_at_the_end() -> None:
+    c = serving(nodes=3)
+    old = c.one("m")
+    name = c.shard(old)
+    lose(c, old)
+    c.remove_model("m")
+    c.step()
+    c.answer()
+    restored(c)
+    c.step()
+    assert name in c.index.assignments
+    c.write(Kind.RECOVER, "", Recover(incarnation="store-2"))
+    c.step()
+    assert name not in c.index.assignments

@@ -10,7 +10,9 @@ import pytest
 from llmgw.core.explain import Constraint, Receipt, Refusal, Unplaced
 from llmgw.core.history import Checker
 from llmgw.core.invariants import Violation, check, check_explained, require, unconverged
+from llmgw.core.inventory import Inventory
 from llmgw.core.node import Fabric, Facts, Fleet, Gpu, Liveness, NodeState
+from llmgw.core.placement import explain
 from llmgw.core.record import Head, Leader, Record, StoreMeta
 from llmgw.core.replica import (
     Assignment,
@@ -27,7 +29,7 @@ from llmgw.core.snapshot import Change, Index, Kind, Ref
 from llmgw.core.units import GB
 from llmgw.errors import InvariantError
 from llmgw.testing.apply import changes_for
-from llmgw.testing.cluster import Cluster, cpu_profile
+from llmgw.testing.cluster import Cluster, cpu_profile, model_spec
 
 P = ReplicaPhase
 
@@ -88,6 +90,8 @@ def test_inv1_a_gpu_in_two_live_claims() -> None:
     one = copy_of(c, c.one("m"), "m-aaaaa", shards=shards(("n1", gpu)))
     two = copy_of(c, c.one("m"), "m-bbbbb", shards=shards(("n1", gpu)))
     assert said(broken(c, *one, *two)) == "invariant 1: GPU-1 on n1 is claimed by m-aaaaa and m-bbbbb"
+    c.meddle((Kind.REPLICA, "m-ccccc", None))
+    c.spoil(Kind.REPLICA, "m-ccccc")
     assert said(check(c.index)) == "invariant 1: GPU-1 on n1 is claimed by m-aaaaa and m-bbbbb"
 
 
@@ -156,6 +160,17 @@ def test_inv8_a_missing_replica_without_a_reason() -> None:
     assert state is not None
     c.write(Kind.MODEL_STATE, "big", msgspec.structs.replace(state, unplaced=None, reason=""))
     assert said(check_explained(c.index)) == "invariant 8: big lacks a replica and nothing says why"
+    c.remove_model("big")
+    assert check_explained(c.index) == []
+
+
+def test_inv8_a_node_that_nobody_explains(monkeypatch: pytest.MonkeyPatch) -> None:
+    c = serving()
+    c.model("big", cpu_profile(400.0))
+    c.settle()
+    verdicts = explain(Inventory(c.index), model_spec("big", cpu_profile(400.0)))
+    monkeypatch.setattr("llmgw.core.invariants.explain", lambda inventory, spec: verdicts[1:])
+    assert said(check_explained(c.index)) == "invariant 8: big: a node is not explained for cpu"
 
 
 def test_inv9_what_has_not_converged_is_named() -> None:
@@ -258,6 +273,14 @@ def test_inv6_a_retirement_before_all_nodes_reported_to_a_restored_store() -> No
     restoring(c)
     leaving = msgspec.structs.replace(replica, phase=P.DRAINING, retire=Retire.MODEL_REMOVED)
     assert "was retired before all nodes had reported" in said(broken(c, (Kind.REPLICA, replica.id, leaving)))
+
+
+def test_inv6_the_rule_after_a_restore_ends_before_everybody_has_reported() -> None:
+    c = serving()
+    restoring(c)
+    c.back("n1")
+    found = said(broken(c, (Kind.FLEET, "", Fleet(incarnation="store-2"))))
+    assert found == "invariant 6: the store counts as adopted, and n2 has not reported to it"
 
 
 def test_inv3_an_engine_that_starts_on_what_another_still_holds() -> None:

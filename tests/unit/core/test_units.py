@@ -1,0 +1,28 @@
+"""Sizes as people read them."""
+
+from __future__ import annotations
+
+import pytest
+
+from llmgw.core.units import GB, format_bytes, gb_to_bytes
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (None, "-"),
+        (0, "0 MB"),
+        (16_000_000, "16 MB"),
+        (99_999_999, "100 MB"),
+        (100_000_000, "0.1 GB"),
+        (GB, "1 GB"),
+        (15 * GB + GB // 2, "15.5 GB"),
+        (-2 * GB, "-2 GB"),
+    ],
+)
+def test_sizes_are_said_in_gb(size: int | None, text: str) -> None:
+    assert format_bytes(size) == text
+
+
+def test_gb_are_powers_of_ten() -> None:
+    assert gb_to_bytes(1.5) == 1_500_000_000
