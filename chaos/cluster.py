@@ -35,6 +35,12 @@ from llmgw.store.etcd import EtcdStore, open_etcd
 from llmgw.store.keys import ROOT
 
 REPO = Path(__file__).resolve().parent.parent
+ANOTHER = """models:
+  {name}:
+    source: {source}
+    profiles:
+      - {{name: cpu, engine: llama.cpp, min_memory_gb: 0.5, context: 512, slots: 1, drain_s: 1}}
+"""
 T = TypeVar("T")
 
 
@@ -155,6 +161,37 @@ class Cluster:
         except httpx2.HTTPError as error:
             into.error = f"{type(error).__name__}: {error}"
 
+    async def cli(self, *args: str) -> str:
+        """Run `llmgw ARGS` against the cluster; its standard output. Raises ScenarioFailed on a non-zero exit."""
+        env = {**os.environ, "LLMGW_ETCD": ",".join(self.state["etcd"])}
+        done = await anyio.run_process([sys.executable, "-m", "llmgw.cli", *args], env=env, check=False)
+        if done.returncode:
+            why = done.stderr.decode(errors="replace")
+            raise ScenarioFailed(f"llmgw {' '.join(args)} exited {done.returncode}: {why}")
+        return done.stdout.decode()
+
+    @contextlib.asynccontextmanager
+    async def another_model(self, name: str, *, limit_s: float) -> AsyncIterator[None]:
+        """Have the leader place one more model, and see it answer; the catalog is as before afterwards."""
+        with tempfile.TemporaryDirectory() as folder:
+            before, more = Path(folder) / "before.yaml", Path(folder) / "more.yaml"
+            before.write_text(await self.cli("get", "catalog"))
+            more.write_text(ANOTHER.format(name=name, source=tiny_models() / "tiny.gguf"))
+            await self.cli("apply", "-f", str(more))
+
+            async def placed() -> bool:
+                index = await self.index()
+                state, head, leader = index.model_states.record(name), index.head, index.leader
+                if state is None or state.ready < 1 or head is None or head.record is None or leader is None:
+                    return False
+                return head.record.term == leader.create_revision
+
+            await self.until(f"{name} is placed and ready", placed, limit_s=limit_s)
+            try:
+                yield
+            finally:
+                await self.cli("apply", "-f", str(before), "--prune")
+
     async def until(self, what: str, condition: Callable[[], Awaitable[T | None]], *, limit_s: float) -> T:
         """Await `condition` to give something truthy. Raises ScenarioFailed at the dead-line."""
         with anyio.move_on_after(limit_s):
@@ -212,7 +249,7 @@ async def started(
         try:
             await _until_file(data / "env", process)
             async with opened(data, model=model) as cluster:
-                run_cli(cluster, "apply", "-f", str(catalog))
+                await cluster.cli("apply", "-f", str(catalog))
                 await cluster.serving()
                 yield cluster
         except BaseException:
@@ -229,17 +266,6 @@ async def started(
             left = leftovers(data)
             if left:
                 raise ScenarioFailed(f"left behind: {left}")
-
-
-def run_cli(cluster: Cluster, *args: str) -> str:
-    """Run `llmgw ARGS` against the cluster; its standard output. Raises ScenarioFailed on a non-zero exit."""
-    env = {**os.environ, "LLMGW_ETCD": ",".join(cluster.state["etcd"])}
-    done = subprocess.run(
-        [sys.executable, "-m", "llmgw.cli", *args], env=env, capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        raise ScenarioFailed(f"llmgw {' '.join(args)} exited {done.returncode}: {done.stderr}")
-    return done.stdout
 
 
 async def _until_file(path: Path, process: subprocess.Popen[bytes]) -> None:
