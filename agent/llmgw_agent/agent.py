@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Final, Self
 
 import anyio
@@ -35,6 +36,12 @@ FAREWELL_S: Final = 3.0
 
 FIRST_FACTS_S: Final = 10.0
 """How long the session waits for the first facts, so that a restart does not make known things unknown."""
+
+EVENTS_MAX: Final = 64
+"""Most events that are taken in before the state is saved and anything is done."""
+
+Posted = tuple[ev.Event, anyio.Event]
+"""An event, and what is set when it was taken in."""
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +86,7 @@ class Agent:
     def __init__(self, host: Host, config: AgentConfig, *, wall: WallClock, ids: Ids) -> None:
         self._host, self._config, self._wall = host, config, wall
         self.supervisor = Supervisor(config, data=host.data, boot_id=host.boot_id, ids=ids)
-        self._send, self._receive = anyio.create_memory_object_stream[tuple[ev.Event, anyio.Event]](math.inf)
+        self._send, self._receive = anyio.create_memory_object_stream[Posted](math.inf)
         self._facts = Facts(
             node=config.name, boot_id=host.boot_id, labels=config.labels, engines=EngineFacts(probed=False)
         )
@@ -173,10 +180,11 @@ class Agent:
             with scope:
                 async with anyio.create_task_group() as tasks:
                     while True:
-                        event, done = await self._next()
-                        await self._perform(self.supervisor.step(event, now(self._wall)), tasks)
+                        events = await self._next()
+                        await self._perform(self._step(events), tasks)
                         self._change()
-                        done.set()
+                        for _, done in events:
+                            done.set()
         finally:
             self.failed = True
 
@@ -210,12 +218,31 @@ class Agent:
         self._moved.set()
         self._moved = anyio.Event()
 
-    async def _next(self) -> tuple[ev.Event, anyio.Event]:
-        """The next event, or the passing of time when that is due first."""
+    async def _next(self) -> list[Posted]:
+        """The events there are, at least one; the passing of time where that is due first."""
         wake_mono_s = self.supervisor.wake_mono_s()
+        events: list[Posted] = []
         with anyio.CancelScope(deadline=math.inf if wake_mono_s is None else wake_mono_s):
-            return await self._receive.receive()
-        return ev.TimePassed(), anyio.Event()
+            events.append(await self._receive.receive())
+        with suppress(anyio.WouldBlock):
+            while len(events) < EVENTS_MAX:
+                events.append(self._receive.receive_nowait())
+        return events or [(ev.TimePassed(), anyio.Event())]
+
+    def _step(self, events: Sequence[Posted]) -> list[ev.Instruction]:
+        """Take in all of them; what is to be saved is saved once, and first."""
+        out: list[ev.Instruction] = []
+        save: ev.SaveState | None = None
+        for event, _ in events:
+            for instruction in self.supervisor.step(event, now(self._wall)):
+                if isinstance(instruction, ev.SaveState):
+                    save = instruction
+                else:
+                    out.append(instruction)
+        for entry in self.supervisor.take_news():
+            fields = {"shard": entry.shard, "was": entry.before.value, "is": entry.after.value, "why": entry.why}
+            log.info("shard", extra={"fields": fields})
+        return out if save is None else [save, *out]
 
     async def _perform(self, instructions: Sequence[ev.Instruction], tasks: TaskGroup) -> None:
         unsaved: str | None = None
@@ -245,8 +272,6 @@ class Agent:
         return None
 
     def _refuse(self, start: ev.StartEngine, reason: str, *, port_taken: bool = False) -> None:
-        fields = {"shard": start.shard, "why": reason}
-        log.warning("engine not started", extra={"fields": fields})
         self._post(
             ev.StartRefused(shard=start.shard, incarnation=start.incarnation, reason=reason, port_taken=port_taken)
         )

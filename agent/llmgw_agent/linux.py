@@ -56,8 +56,10 @@ log = logging.getLogger(__name__)
 
 
 @asynccontextmanager
-async def open_host(config: AgentConfig) -> AsyncIterator[LinuxHost]:
+async def open_host(config: AgentConfig, *, subreaper: bool = False) -> AsyncIterator[LinuxHost]:
     """The host of `config`, with its data directory locked while the context lasts.
+
+    `subreaper`: every child of this process is an engine's, or an orphan of an engine's tree, so all are buried here.
 
     Raises:
         Refused: another agent has the data directory.
@@ -78,7 +80,9 @@ async def open_host(config: AgentConfig) -> AsyncIterator[LinuxHost]:
         # Node addresses and loopback are never reached through a proxy.
         limits = httpx2.Limits(keepalive_expiry=HTTP_IDLE_S)
         async with httpx2.AsyncClient(trust_env=False, limits=limits) as http:
-            yield LinuxHost(config, http, data=f"{stat.st_dev}:{stat.st_ino}", boot_id=proc.boot_id())
+            host = LinuxHost(config, http, data=f"{stat.st_dev}:{stat.st_ino}", boot_id=proc.boot_id())
+            host.buries_all = subreaper
+            yield host
     finally:
         os.close(lock)
 
@@ -101,6 +105,7 @@ class LinuxHost:
         """Held while `_known` of a shard is renewed from itself, so that no two threads forget each other's finds."""
         self._signalled: set[str] = set()
         self._oom_kills: dict[str, int | None] = {}
+        self.buries_all = False
 
     @property
     def pid(self) -> int:
@@ -212,6 +217,7 @@ class LinuxHost:
             alive = process is not None and self._lives(shard, process)
             return Look(alive=alive, left=int(alive), exit="" if alive else self._exit_words(shard, process))
         members = self._tree(shard, process)
+        self._bury()
         alive = process is not None and (process.pid, process.started) in members
         words = "" if alive else self._exit_words(shard, process)
         if not members:
@@ -235,17 +241,23 @@ class LinuxHost:
         prefix = f"{self.data}/{self._config.name}/{shard}/"
         main = process if process is not None and process.boot_id == self.boot_id else None
         members = proc.tree(entries, mark_prefix=prefix, main=main, known=self._known.get(shard, ()))
-        self._reap(entries, {*members, *self._known.get(shard, ())}, sessions=main)
         self._known[shard] = members
         return members
 
-    def _reap(self, entries: dict[int, proc.Entry], known: set[tuple[int, int]], *, sessions: Process | None) -> None:
-        """Bury what of the tree died as our child (we are its subreaper), so that it does not stay a zombie."""
-        children = {child.pid for child in self._children.values()}
-        for entry in entries.values():
-            ours = entry.key in known or (sessions is not None and entry.session == sessions.pid)
-            if entry.zombie and entry.ppid == os.getpid() and entry.pid not in children and ours:
-                os.waitpid(entry.pid, os.WNOHANG)
+    def _bury(self) -> None:
+        """Wait for orphans of engines' trees that died as our children (we are their subreaper)."""
+        while self.buries_all:
+            try:
+                dead = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                return
+            if dead is None:
+                return
+            child = next((child for child in self._children.values() if child.pid == dead.si_pid), None)
+            if child is None:
+                os.waitpid(dead.si_pid, os.WNOHANG)
+            else:
+                child.poll()
 
     async def signal(self, shard: str, process: Process | None, *, kill: bool) -> None:
         self._signalled.add(shard)
@@ -294,6 +306,7 @@ class LinuxHost:
         return await llama_probe.probe(self._http, base, order, purpose)
 
     async def facts(self) -> Facts:
+        self._bury()
         machine = await self._look_at_machine()
         try:
             engines = (await self._look_for_engines()).facts

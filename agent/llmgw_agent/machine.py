@@ -56,10 +56,16 @@ class Machine:
         self._now = Now(wall_s=0.0, mono_s=0.0)
         self._cause = ""
         self._story: deque[Entry] = deque(maxlen=STORY_LEN_MAX)
+        self._news: list[Entry] = []
 
     def story(self, name: str) -> list[Entry]:
         """What happened to one shard, oldest first, as far as remembered."""
         return [entry for entry in self._story if entry.shard == name]
+
+    def take_news(self) -> list[Entry]:
+        """What happened since the last call, oldest first."""
+        news, self._news = self._news, []
+        return news
 
     def validate_state(self) -> None:
         """Raise InvariantError where the state contradicts itself. For tests and debug mode."""
@@ -148,6 +154,7 @@ class Machine:
             mono_s=self._now.mono_s, cause=self._cause, shard=shard.name, before=shard.stage, after=stage, why=why
         )
         self._story.append(entry)
+        self._news.append(entry)
         before = shard.phase
         shard.stage, shard.stage_mono_s = stage, self._now.mono_s
         shard.due_mono_s = None if due_s is None else self._now.mono_s + due_s

@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 async def run(config: AgentConfig) -> None:
     """Until SIGTERM or SIGINT. Raises: Invalid, Refused."""
-    async with open_host(config) as host, open_etcd(config.etcd, jitter=system_jitter) as store:
+    async with open_host(config, subreaper=True) as host, open_etcd(config.etcd, jitter=system_jitter) as store:
         with ungrouped():
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(_cancel_on_signal, nursery.cancel_scope)

@@ -11,7 +11,8 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from itertools import islice
 from typing import Final, Protocol
 
 import anyio
@@ -19,21 +20,23 @@ import msgspec
 
 from llmgw.config import AgentConfig
 from llmgw.core.node import Facts, Session
-from llmgw.core.record import Record, StoreMeta
-from llmgw.core.replica import Assignment, ShardReport
-from llmgw.core.snapshot import Change, Kind, Ref
+from llmgw.core.record import Record
+from llmgw.core.replica import ShardReport
+from llmgw.core.snapshot import Kind, Ref
 from llmgw.errors import Denied, LeaseLost, OutcomeUnknown, StoreError
 from llmgw.obs.clock import WallClock
 from llmgw.store import codec, keys
 from llmgw.store.mirror import Mirror, mirror
-from llmgw.store.port import Compare, DeleteOp, KeyValue, Operation, PutOp, Store, absent, unchanged
-from llmgw_agent.event import Event, Order, OrdersRead, OrdersSeen, SessionHeld
+from llmgw.store.port import Compare, DeleteOp, Operation, PutOp, Store, absent, unchanged
+from llmgw_agent.event import Event, OrdersRead, OrdersSeen, SessionHeld
+from llmgw_agent.saying import Sayings
+from llmgw_agent.tree import Tree, TreeReader
 
 RETRY_S: Final = 2.0
 """Pause after the store failed us, seconds."""
 
-SAY_AGAIN_S: Final = 10.0
-"""How often a condition that lasts is said again."""
+AGAIN_S: Final = 0.5
+"""Pause between losing a session and registering again, so that no quarrel over a name becomes a hot loop."""
 
 WRITES_MAX: Final = 60
 """Shard records in one transaction: each takes a compare and an operation of 128, beside the session's."""
@@ -65,15 +68,6 @@ class SessionLost(Exception):  # named by what happened, as in llmgw.errors
     """The session is not ours any more, or not of this store; register again. Never leaves this module."""
 
 
-class Tree(msgspec.Struct, frozen=True, kw_only=True):
-    """This node's part of the store at one revision."""
-
-    revision: int
-    items: Mapping[str, KeyValue]
-    meta: StoreMeta | None
-    orders: Mapping[str, Order]
-
-
 class Held(msgspec.Struct, kw_only=True):
     """A session that is ours: `written` is what the store holds of us, by key, with the revision it was written at."""
 
@@ -101,9 +95,8 @@ class SessionKeeper:
         self._started_at = wall()
         self._version = importlib.metadata.version("llmgw")
         self._granted: set[int] = set()
-        self._seen: tuple[str, int] = ("", 0)
-        """The newest view this process has had: incarnation and revision."""
-        self._said: dict[str, float] = {}
+        self._sayings = Sayings(log)
+        self._reader = TreeReader(store, node, self._sayings)
         digest = hashlib.sha256(node.encode()).digest()
         self._phase = int.from_bytes(digest[:4], "big") / 2**32
         """This node's place in every interval, [0, 1): so that a fleet does not speak in chorus."""
@@ -140,13 +133,14 @@ class SessionKeeper:
                 await anyio.sleep(RETRY_S)
             else:
                 await self._serve(self.held, reflected)
+                await anyio.sleep(AGAIN_S)
 
     # --- registering --------------------------------------------------------------------------------------------
 
     async def _register(self) -> Held:
         """Wait until the name is ours, then write session, facts and the full report at once. Raises: StoreError."""
         while True:
-            tree = await self._read([self._session, self._facts, self._shards])
+            tree = await self._reader.read([self._session, self._facts, self._shards])
             if tree is None:
                 await anyio.sleep(RETRY_S)
                 continue
@@ -160,36 +154,8 @@ class SessionKeeper:
                     "session held",
                     extra={"fields": {"node": self._node, "lease": f"{lease:x}", "store": held.incarnation}},
                 )
-                self._said.clear()
+                self._sayings.over()
                 return held
-
-    async def _read(self, also: Iterable[str]) -> Tree | None:
-        """This node's orders and what else is asked for; None, said why, while there is nothing to go by."""
-        listing = await self._store.list([self._meta, self._assignments, *also])
-        items = {item.key: item for item in listing.items}
-        meta_item = items.get(self._meta)
-        meta = None if meta_item is None else codec.change(meta_item)
-        if meta is None or not isinstance(meta.record, StoreMeta):
-            why = "no controller has set it up yet" if meta is None else f"{self._meta}: {meta.corrupt}"
-            self._say("meta", "waiting for the store's incarnation", why=why)
-            return None
-        seen_incarnation, seen_revision = self._seen
-        if meta.record.incarnation == seen_incarnation and listing.revision < seen_revision:
-            self._say("old", "the store shows an older state than before; ignored", revision=listing.revision)
-            return None
-        self._seen = (meta.record.incarnation, listing.revision)
-        orders = {}
-        for key, item in items.items():
-            change = codec.change(item) if key.startswith(self._assignments) else None
-            if change is not None:
-                orders[change.ref.name.partition("/")[2]] = self._order(key, change)
-        return Tree(revision=listing.revision, items=items, meta=meta.record, orders=orders)
-
-    def _order(self, key: str, change: Change) -> Order:
-        if change.corrupt is not None:
-            self._say(key, "an order that can't be read; what runs goes on", key=key, why=change.corrupt)
-        record = change.record
-        return Order(rev=change.mod_revision, assignment=record if isinstance(record, Assignment) else None)
 
     async def _claim(self, tree: Tree) -> int | None:
         """A lease under which the session may be written: a fresh one, or that of our own; None: it is another's."""
@@ -210,7 +176,7 @@ class SessionKeeper:
                     return None
                 return item.lease
         if isinstance(holder, Session):
-            self._say(
+            self._sayings.say(
                 "taken",
                 f"the name {self._node!r} is held by the agent at {holder.address}; waiting for its session to end",
                 address=holder.address,
@@ -219,13 +185,13 @@ class SessionKeeper:
                 data=holder.data,
             )
         else:
-            self._say("taken", "the session of this name can't be read; waiting for it to end", key=self._session)
+            self._sayings.say(
+                "taken", "the session of this name can't be read; waiting for it to end", key=self._session
+            )
         return None
 
     async def _report_all(self, tree: Tree, lease: int) -> Held | None:
         """One transaction; None when something moved meanwhile."""
-        if tree.meta is None:
-            return None
         # Known before it is used: should this process die right after, its successor may resume.
         await self._desk.tell(SessionHeld(lease=lease))
         await self._desk.tell(OrdersRead(orders=tree.orders))
@@ -248,13 +214,15 @@ class SessionKeeper:
             absent(self._session) if before is None else unchanged(self._session, before.mod_revision),
         ]
         ops: list[Operation] = [PutOp(key=self._session, value=codec.encode_stored(session), lease=lease)]
-        ops += [PutOp(key=key, value=value) for key, value in wanted.items()]
-        deleted = stale[: 2 * WRITES_MAX - len(wanted)]
+        # A node holds at most 60 shards; should it run more, after a restore, the rest follows.
+        first = dict(islice(wanted.items(), 2 * WRITES_MAX))
+        ops += [PutOp(key=key, value=value) for key, value in first.items()]
+        deleted = stale[: 2 * WRITES_MAX - len(first)]
         ops += [DeleteOp(key=key) for key in deleted]
         result = await self._store.txn(compares, ops)
         if not result.ok:
             return None
-        written = {key: (value, result.revision) for key, value in wanted.items()}
+        written = {key: (value, result.revision) for key, value in first.items()}
         written |= {key: (tree.items[key].value, tree.items[key].mod_revision) for key in stale[len(deleted) :]}
         return Held(lease=lease, incarnation=tree.meta.incarnation, session_rev=result.revision, written=written)
 
@@ -364,7 +332,7 @@ class SessionKeeper:
             session = tree.items.get(self._session)
             if session is None or session.mod_revision != held.session_rev:
                 raise SessionLost("the session is gone or was written by another")
-            if tree.meta is None or tree.meta.incarnation != held.incarnation:
+            if tree.meta.incarnation != held.incarnation:
                 raise SessionLost("the store is another incarnation")
             await self._desk.tell(OrdersSeen(orders=tree.orders))
             acted = sign
@@ -372,7 +340,7 @@ class SessionKeeper:
     async def _read_patiently(self) -> Tree:
         while True:
             try:
-                tree = await self._read([self._session])
+                tree = await self._reader.read([self._session])
             except StoreError as error:
                 self._trouble(error)
                 tree = None
@@ -389,13 +357,8 @@ class SessionKeeper:
 
     def _trouble(self, error: StoreError) -> None:
         if isinstance(error, Denied):
-            self._say("denied", "the store denies this agent: its user's role must be this node's", why=str(error))
+            self._sayings.say(
+                "denied", "the store denies this agent: its user's role must be this node's", why=str(error)
+            )
         else:
-            self._say("store", "waiting for the store; engines go on", why=str(error))
-
-    def _say(self, what: str, message: str, **fields: object) -> None:
-        """One line for a condition that lasts, again every `SAY_AGAIN_S`."""
-        now_s = anyio.current_time()
-        if now_s >= self._said.get(what, now_s):
-            self._said[what] = now_s + SAY_AGAIN_S
-            log.warning(message, extra={"fields": fields})
+            self._sayings.say("store", "waiting for the store; engines go on", why=str(error))

@@ -211,7 +211,7 @@ class Supervisor(Machine):
         why = "the agent exits and takes its engines along"
         for _, shard in sorted(self.shards.items()):
             if shard.stage in (Stage.LOADING, Stage.READY, Stage.FOUND):
-                self._terminate(shard, Stage.STOPPED if shard.order is None else Stage.WAITING, why)
+                self._terminate(shard, Stage.WAITING, why)
             elif shard.stage in (Stage.LEAVING, Stage.DRAINING):
                 self._terminate(shard, Stage.STOPPED, why)
 

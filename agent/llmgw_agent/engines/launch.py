@@ -12,13 +12,11 @@ from typing import Final
 
 import msgspec
 
+from llmgw.core.engine_flags import env_problem
 from llmgw_agent.host import StartFailed
 
 MARK: Final = "LLMGW_SHARD"
 PORT: Final = "LLMGW_PORT"
-
-_OWNED_ENV: Final = ("LLMGW_", "LD_", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "GGML_VK_VISIBLE_DEVICES")
-"""Beginnings of variables that no profile may set, whatever the engine."""
 
 
 class NodeView(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,8 +54,8 @@ def base_env(node: NodeView, binary: Binary) -> dict[str, str]:
     }
 
 
-def refuse_owned_env(env: Mapping[str, str], owned: tuple[str, ...]) -> None:
+def refuse_owned_env(env: Mapping[str, str]) -> None:
     """Raises StartFailed for a variable that is the launcher's."""
     for name in sorted(env):
-        if name.startswith(_OWNED_ENV + owned) or name.upper().endswith("_PROXY"):
-            raise StartFailed(f"the profile's env sets {name}, which only the launcher may set")
+        if (why := env_problem(name)) is not None:
+            raise StartFailed(f"the profile's env sets {name}, which {why}")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from llmgw.core.catalog import Task
+from llmgw.core.engine_flags import arg_owner
 from llmgw.core.ids import slug
 from llmgw.core.replica import Assignment
 from llmgw_agent.engines.launch import Binary, Launch, NodeView, base_env, refuse_owned_env
@@ -30,21 +31,6 @@ HTTP_THREADS_EXTRA: Final = 80
 
 _TASK_FLAGS: Final = {Task.GENERATE: (), Task.EMBED: ("--embeddings",), Task.RERANK: ("--reranking",)}
 
-_OWNED_WORDS: Final = """
-m model a alias host port reuse-port c ctx-size np parallel fit fitt fitc fit-target fit-ctx threads-http offline ui
-webui metrics slots props dev device rpc embedding embeddings rerank reranking path api-prefix agent ag tools
-tools-runtime media-path slot-save-path list-devices version h help usage cl cache-list completion-bash devd
-device-draft spec-draft-device lcd lookup-cache-dynamic v verbose lv verbosity mu model-url dr docker-repo mmu
-mmproj-url
-"""
-_OWNED: Final = frozenset(_OWNED_WORDS.split())
-"""Flags, without dashes and `no-`, that the launcher sets or that would open the node: they run commands, read or write
-files, open other routes, download, or print what must not be printed."""
-
-_OWNED_PREFIXES: Final = ("api-key", "ssl-", "models-", "mcp-", "ui-", "webui-", "log-", "hf", "spec-draft-hf")
-
-_OWNED_ENV: Final = ("LLAMA_", "GGML_RPC", "GGML_NO_BACKTRACE", "HF_TOKEN")
-
 
 def launch(
     order: Assignment, *, binary: Binary, weights: Path, weights_bytes: int, node: NodeView, port: int
@@ -60,7 +46,7 @@ def launch(
     if order.gang is not None or want.nodes > 1:
         raise StartFailed("this agent starts llama.cpp on one node only")
     refuse_owned_args(want.args)
-    refuse_owned_env(want.env, _OWNED_ENV)
+    refuse_owned_env(want.env)
     set_by_user = {_flag(arg) for arg in want.args}
     argv = [str(binary.path), "-m", str(weights), "--alias", alias(order)]
     argv += ["--host", node.address, "--port", str(port)]
@@ -93,9 +79,8 @@ def cache_ram_mib(memory_bytes: int | None, weights_bytes: int) -> int:
 def refuse_owned_args(args: tuple[str, ...]) -> None:
     """Raises StartFailed for a flag that is the launcher's."""
     for arg in args:
-        name = _flag(arg)
-        if name is not None and (name in _OWNED or name.startswith(_OWNED_PREFIXES)):
-            raise StartFailed(f"the profile's args hold {arg.split('=')[0]}, which only the launcher may set")
+        if (why := arg_owner(NAME, arg)) is not None:
+            raise StartFailed(f"the profile's args hold {arg.split('=')[0]}, which only the launcher may set: {why}")
 
 
 def _flag(arg: str) -> str | None:
