@@ -50,6 +50,11 @@ def answer(draft: Draft, nodes: Iterable[str], *, incarnation: str, restoring: b
                 _unassigned(draft, name, incarnation=incarnation, restoring=restoring, now=now)
 
 
+def catalog_known(index: Index) -> bool:
+    """Whether anybody ever told this store what is wanted. An empty store (a wiped one) is no wish to have nothing."""
+    return index.generation is not None or bool(index.models)
+
+
 def _orphan(draft: Draft, name: str, *, restoring: bool, now: Now) -> None:
     """An order whose replica does not speak of it: confirmed and deleted, or taken as what to adopt."""
     index = draft.index
@@ -79,7 +84,7 @@ def _unassigned(draft: Draft, name: str, *, incarnation: str, restoring: bool, n
         _reissue(draft, replica, shard, order, restoring=restoring)
     elif order is not None:
         _adopt_or_stop(draft, order, restoring=restoring, now=now)
-    elif not restoring:
+    elif not restoring and catalog_known(index):
         made = bare_stop(
             node=report.node,
             replica=report.replica,
@@ -119,7 +124,7 @@ def _adopt_or_stop(draft: Draft, order: Assignment, *, restoring: bool, now: Now
     orders = _gang(index, order)
     if orders is not None and order.replica not in index.replicas and _wanted(index, orders) and _fits(index, orders):
         draft.emit("adopt", *_adopted(index, orders, now))
-    elif not restoring:
+    elif not restoring and catalog_known(index):
         stopped = msgspec.structs.replace(order, desired=Desired.STOPPED)
         draft.put("stop", order_ref(order.node, order.replica, order.rank), stopped)
 

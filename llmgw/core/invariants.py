@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
+from llmgw.core.adoption import catalog_known
 from llmgw.core.explain import RECEIPT_BYTES_MAX, Receipt, Refusal, Unplaced
 from llmgw.core.inventory import Inventory
 from llmgw.core.lifecycle import is_live
@@ -152,7 +153,12 @@ def check_explained(index: Index) -> list[Violation]:
 
 
 def unanswered(index: Index) -> list[str]:
-    """Names of shards that run unassigned and have no order yet. Invariant 5: for 30 s at most, of a healthy leader."""
+    """Names of shards that run unassigned and have no order yet. Invariant 5: for 30 s at most, of a healthy leader.
+
+    None in a store that nobody ever told what is wanted: there they wait for the catalog.
+    """
+    if not catalog_known(index):
+        return []
     return [
         name
         for name in index.reports.names()

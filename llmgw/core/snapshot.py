@@ -323,7 +323,7 @@ class Index:
             dirty.models.add(ref.name)
         elif ref.kind in _DIRTIES_NODE:
             nodes.add(ref.name)
-        elif ref.kind in _DIRTIES_EVERYTHING:
+        elif ref.kind in _DIRTIES_EVERYTHING or (ref.kind is Kind.GENERATION and records[0] is None):
             dirty.everything = True
         elif ref.kind is Kind.SECRET:
             records = (self.replicas.record(ref.name),)

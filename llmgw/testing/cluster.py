@@ -17,7 +17,7 @@ from llmgw.core.liveness import observe
 from llmgw.core.node import Build, EngineFacts, Facts, Session, WeightSet
 from llmgw.core.plan import Plan, Settings, View
 from llmgw.core.reconcile import due, reconcile
-from llmgw.core.record import Record, StoreMeta
+from llmgw.core.record import Generation, Record, StoreMeta
 from llmgw.core.replica import GONE, Assignment, Desired, Replica, ShardPhase, ShardReport
 from llmgw.core.snapshot import Change, Dirty, Index, Kind, Ref
 from llmgw.core.units import GB, Now
@@ -136,11 +136,19 @@ class Cluster:
         """Apply a model."""
         spec = model_spec(name, *profiles, replicas=replicas, source=source)
         self.write(Kind.MODEL, name, spec)
+        self._applied()
         return spec
 
     def remove_model(self, name: str) -> None:
         """Take a model out of the catalog."""
         self.write(Kind.MODEL, name, None)
+        self._applied()
+
+    def _applied(self) -> None:
+        """Every apply bumps the generation, which also says that somebody told this store what is wanted."""
+        row = self.index.generation
+        number = 0 if row is None or row.record is None else row.record.number
+        self.write(Kind.GENERATION, "", Generation(number=number + 1))
 
     def node(
         self,

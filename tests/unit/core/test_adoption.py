@@ -164,6 +164,21 @@ def test_what_is_of_no_model_any_more_is_told_to_stop() -> None:
     assert not c.index.reports
 
 
+def test_what_runs_in_a_store_that_nobody_told_what_is_wanted_waits_for_the_catalog() -> None:
+    c = serving()
+    old = c.one("m")
+    lose(c, old)
+    spec = c.index.models.record("m")
+    assert spec is not None
+    c.meddle((Kind.MODEL, "m", None), (Kind.GENERATION, "", None), (Kind.MODEL_STATE, "m", None))
+    c.step()
+    assert not c.index.assignments
+    assert unanswered(c.index) == []
+    c.model("m", *spec.profiles)
+    c.step()
+    assert order(c, old).desired is Desired.RUNNING
+
+
 def test_what_was_told_to_stop_before_is_told_so_again() -> None:
     c = serving()
     old = c.one("m")

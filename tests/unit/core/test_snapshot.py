@@ -106,6 +106,7 @@ def test_what_is_dirty_follows_from_what_changed() -> None:
 
 def test_what_decides_nothing_dirties_nothing() -> None:
     index = Index()
+    index.apply([Change(ref=Ref(Kind.GENERATION), mod_revision=1, record=Generation(number=0))], revision=1)
     index.take_dirty()
     index.apply(
         [
