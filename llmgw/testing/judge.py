@@ -47,6 +47,9 @@ class Judge(logging.Handler):
         self._stopped: set[str] = set()
         self._terms: set[int] = set()
         self._unanswered_s: dict[str, float] = {}
+        self._fresh = False
+        self._routes: dict[str, tuple[Route, ...]] = {}
+        self._unanswered: set[str] = set()
 
     def attach(self) -> None:
         """Judge every revision from now on."""
@@ -74,11 +77,14 @@ class Judge(logging.Handler):
     # --- a logging handler ---
 
     def emit(self, record: logging.LogRecord) -> None:
+        if record.msg == "listing again":
+            self.totals[f"listed again: {getattr(record, 'fields', {}).get('cause')}"] += 1
         self._story.append((anyio.current_time(), who.get(), record))
 
     # --- a watcher of the store ---
 
     def happened(self, batch: Batch) -> None:
+        self._fresh = False
         changes = [change for event in batch.events if (change := codec.change(event)) is not None]
         for change in changes:
             self._note(change)
@@ -88,6 +94,7 @@ class Judge(logging.Handler):
         self._story.append((anyio.current_time(), who.get(), f"revision {batch.revision}: {_events(batch.events)}"))
 
     def restored(self, revision: int) -> None:
+        self._fresh = False
         items = self._cluster.find(keys.ROOT, prefix=True)
         changes = [change for item in items if (change := _change(item)) is not None]
         for violation in self.checker.reset(changes, revision=revision):
@@ -164,16 +171,24 @@ class Judge(logging.Handler):
 
         `healthy_s`: for how long there has been a leader and no trouble with the store.
         """
-        waiting = set(unanswered(self.checker.index))
+        self._look()
         now_s = anyio.current_time()
-        self._unanswered_s = {name: self._unanswered_s.get(name, now_s) for name in waiting}
+        self._unanswered_s = {name: self._unanswered_s.get(name, now_s) for name in self._unanswered}
         for name, since_s in self._unanswered_s.items():
             if min(healthy_s, now_s - since_s) > 30:
                 self.wrong(f"{name} runs unassigned and nobody has answered it for {now_s - since_s:.0f} s")
 
     def routes(self) -> dict[str, tuple[Route, ...]]:
         """What a gateway that sees everything at once would route now."""
-        return route_table(self.checker.index).routes
+        self._look()
+        return self._routes
+
+    def _look(self) -> None:
+        """Work out again what is asked for every second, if anything has changed."""
+        if not self._fresh:
+            self._routes = route_table(self.checker.index).routes
+            self._unanswered = set(unanswered(self.checker.index))
+            self._fresh = True
 
     def retirements(self) -> dict[Retire, int]:
         """Replicas retired so far, by reason."""
