@@ -305,7 +305,7 @@ def _declared_gone(index: Index, node: str) -> bool:
 def _crowded(index: Index, started: ShardReport) -> Iterator[Violation]:
     """Whether a shard started on memory or a GPU that another shard of its node still holds.
 
-    What runs by claims alone may exceed a memory that has shrunk since; that was promised while there was room.
+    What runs by claims and orders alone may exceed a memory that shrank since; it was promised while there was room.
     """
     node, total, held = started.node, node_inventory(index, started.node).memory_total_bytes, 0
     promised = True
@@ -318,7 +318,8 @@ def _crowded(index: Index, started: ShardReport) -> Iterator[Violation]:
         claim = _claim_of(index, report)
         held += claim.memory_bytes or 0
         replica = index.replicas.record(report.replica)
-        promised = promised and live_shard(replica, node=node, rank=report.rank) is not None
+        claimed = live_shard(replica, node=node, rank=report.rank) is not None or name in index.assignments
+        promised = promised and claimed
         same = report.replica == started.replica and report.rank == started.rank
         if not same and (shared := sorted(uuids & {gpu.uuid for gpu in claim.gpus})):
             yield Violation(number=3, what=f"{started.replica} started on {shared[0]}, which {report.replica} holds")

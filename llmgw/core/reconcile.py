@@ -67,7 +67,7 @@ def due(wakes: dict[tuple[str, str], float], *, now: Now) -> Dirty:
 
 def _run(p: Pass, dirty: Dirty) -> None:
     index = p.index
-    everything = dirty.everything
+    everything = dirty.everything or p.restoring  # what then waits for its word may get it by a change of anything
     nodes = _all_nodes(index) if everything else set(dirty.nodes)
     adoption.answer(p.draft, nodes, incarnation=p.incarnation, restoring=p.restoring, now=p.now)
     p.gone = declared_gone(index)

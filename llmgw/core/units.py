@@ -21,6 +21,14 @@ class Now(msgspec.Struct, frozen=True, kw_only=True):
     mono_s: float
 
 
+def stepped_s(before: Now, after: Now) -> float:
+    """By how much the wall clock stepped between two moments, as far as the monotonic clock can tell.
+
+    What is due by the wall clock is woken for by the monotonic one, so after a step everything must be looked at.
+    """
+    return (after.wall_s - before.wall_s) - (after.mono_s - before.mono_s)
+
+
 def gb_to_bytes(gb: float) -> int:
     """Whole bytes of a size that a person wrote in GB."""
     return round(gb * GB)

@@ -15,6 +15,7 @@ from llmgw.core.plan import Plan
 from llmgw.core.record import Recover, StoreMeta
 from llmgw.core.replica import GONE, ShardPhase
 from llmgw.core.snapshot import Index, Kind
+from llmgw.core.units import stepped_s
 from llmgw.testing.apply import copy_of
 from llmgw.testing.cluster import LLAMA, Cluster, cpu_profile
 
@@ -145,7 +146,10 @@ def mend(c: Cluster, a: int, b: int, e: int) -> None:
 
 
 def wait(c: Cluster, a: int, b: int, e: int) -> None:
+    before = c.now
     c.advance(SECONDS[a % len(SECONDS)], step_wall_s=(0.0, 0.0, 0.0, 900.0, -900.0)[b % 5])
+    if abs(stepped_s(before, c.now)) > 1.0:
+        c.index.dirty.everything = True  # as the loop does
 
 
 def vanish(c: Cluster, a: int, b: int, e: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llmgw.core.units import GB, format_bytes, gb_to_bytes
+from llmgw.core.units import GB, Now, format_bytes, gb_to_bytes, stepped_s
 
 
 @pytest.mark.parametrize(
@@ -22,6 +22,13 @@ from llmgw.core.units import GB, format_bytes, gb_to_bytes
 )
 def test_sizes_are_said_in_gb(size: int | None, text: str) -> None:
     assert format_bytes(size) == text
+
+
+def test_a_step_of_the_wall_clock_shows_against_the_monotonic_one() -> None:
+    before = Now(wall_s=1000.0, mono_s=5.0)
+    assert stepped_s(before, Now(wall_s=1010.0, mono_s=15.0)) == 0.0
+    assert stepped_s(before, Now(wall_s=1910.0, mono_s=15.0)) == 900.0
+    assert stepped_s(before, Now(wall_s=100.0, mono_s=5.0)) == -900.0
 
 
 def test_gb_are_powers_of_ten() -> None:
