@@ -37,6 +37,10 @@ demo: setup ## a cluster on this machine, a real model, a streamed answer, and a
 	@scripts/setup --check-engine
 	$(PYTHON) scripts/demo
 
+.PHONY: chaos
+chaos: setup ## kill leaders, agents, engines and etcd of a cluster with the durations of production
+	$(PYTHON) chaos/run.py
+
 .PHONY: fresh
 fresh: ## `make test` of HEAD in a new Debian (debootstrap chroot; needs root)
 	scripts/fresh

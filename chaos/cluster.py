@@ -35,6 +35,7 @@ from llmgw.store.etcd import EtcdStore, open_etcd
 from llmgw.store.keys import ROOT
 
 REPO = Path(__file__).resolve().parent.parent
+FAST = REPO / "chaos" / "fast.yaml"
 ANOTHER = """models:
   {name}:
     source: {source}
@@ -133,10 +134,16 @@ class Cluster:
         return await self.http.post(f"{self.gateway}/v1/chat/completions", json=body)
 
     async def stream(
-        self, into: Streamed, *, text: str, max_tokens: int, on_text: Callable[[str], None] | None = None
+        self,
+        into: Streamed,
+        *,
+        text: str,
+        max_tokens: int,
+        exact: bool = True,
+        on_text: Callable[[str], None] | None = None,
     ) -> None:
-        """`text` continued by the model (the demo's is no chat model), told as it comes."""
-        body = {"model": self.model, "prompt": text, "max_tokens": max_tokens, "stream": True}
+        """`text` continued by the model (the demo's is no chat model), told as it comes. `exact`: up to `max_tokens`."""
+        body = {"model": self.model, "prompt": text, "max_tokens": max_tokens, "stream": True, "ignore_eos": exact}
         try:
             async with self.http.stream("POST", f"{self.gateway}/v1/completions", json=body) as answer:
                 if answer.status_code != httpx2.codes.OK:
@@ -234,22 +241,24 @@ async def opened(data: Path, *, model: str) -> AsyncIterator[Cluster]:
 
 
 @contextlib.asynccontextmanager
-async def started(
-    *, settings: Path, catalog: Path, model: str, model_dir: Path, extra: tuple[str, ...] = ()
-) -> AsyncIterator[Cluster]:
-    """A cluster of our own in a temporary directory, with `catalog` applied and `model` answering."""
+async def started(*, settings: Path | None, extra: tuple[str, ...] = ()) -> AsyncIterator[Cluster]:
+    """A cluster of our own in a temporary directory, with chaos/catalog.yaml applied and its model answering.
+
+    `settings`: file of durations, None for production's; `extra`: more arguments of `llmgw dev`.
+    """
+    override = () if settings is None else ("--settings", str(settings))
     with tempfile.TemporaryDirectory(prefix="llmgw-chaos-") as folder:
         data, log = Path(folder) / "data", Path(folder) / "log"
-        argv = [sys.executable, "-m", "llmgw.cli", "dev", "--data", str(data), "--settings", str(settings)]
-        argv += ["--model-dir", str(model_dir), *extra]
+        argv = [sys.executable, "-m", "llmgw.cli", "dev", "--data", str(data), "--model-dir", str(tiny_models())]
+        argv += [*override, *extra]
         with log.open("wb") as output:
             process = subprocess.Popen(  # noqa: ASYNC220  # returns at once; its end is awaited below
                 argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output
             )
         try:
             await _until_file(data / "env", process)
-            async with opened(data, model=model) as cluster:
-                await cluster.cli("apply", "-f", str(catalog))
+            async with opened(data, model="slow") as cluster:
+                await cluster.cli("apply", "-f", str(REPO / "chaos" / "catalog.yaml"))
                 await cluster.serving()
                 yield cluster
         except BaseException:
@@ -319,19 +328,25 @@ def main(scenario: Scenario) -> None:
 
     async def run() -> None:
         if options.data is not None:
-            async with opened(options.data, model=options.model) as cluster:
-                await scenario(cluster)
+            async with opened(options.data, model=options.model) as at:
+                await scenario(at)
         else:
-            fast, catalog = REPO / "chaos" / "fast.yaml", REPO / "chaos" / "catalog.yaml"
-            async with started(settings=fast, catalog=catalog, model="slow", model_dir=tiny_models()) as cluster:
-                await scenario(cluster)
+            async with started(settings=FAST) as at:
+                await scenario(at)
 
+    judged(run)
+
+
+def judged(run: Callable[..., Awaitable[None]], *args: Any) -> None:
+    """Run to the end; a cluster that broke a promise ends the process with that one sentence."""
     try:
-        anyio.run(run, backend="trio")
+        anyio.run(run, *args, backend="trio")
     except ScenarioFailed as error:
         sys.exit(f"failed: {error}")
     except BaseExceptionGroup as group:
-        first = group.split(ScenarioFailed)[0]
-        if first is None:
+        first: BaseException = group
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+        if not isinstance(first, ScenarioFailed):
             raise
-        sys.exit(f"failed: {first.exceptions[0]}")
+        sys.exit(f"failed: {first}")

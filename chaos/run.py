@@ -1,26 +1,19 @@
-"""Run every chaos scenario, one after another, on one cluster of its own with real engines.
-
-usage: chaos/run.py [SCENARIO ...]      all of them when none is named
-"""
+"""Run every chaos scenario, one after another, on one cluster of its own with three etcd members and real engines."""
 
 from __future__ import annotations
 
+import argparse
 import importlib
-import sys
-
-import anyio
+from pathlib import Path
 
 from chaos import cluster
 
 SCENARIOS = ("leader_killed", "leader_paused", "agent_killed", "engine_killed", "etcd_gone")
 
 
-async def run(names: list[str]) -> None:
+async def run(names: list[str], settings: Path | None) -> None:
     """All of `names` on one cluster: what one leaves behind, the next one has to live with."""
-    fast, catalog = cluster.REPO / "chaos" / "fast.yaml", cluster.REPO / "chaos" / "catalog.yaml"
-    async with cluster.started(
-        settings=fast, catalog=catalog, model="slow", model_dir=cluster.tiny_models(), extra=("--etcd-members", "3")
-    ) as at:
+    async with cluster.started(settings=settings, extra=("--etcd-members", "3")) as at:
         for name in names:
             cluster.say(f"== {name}")
             await importlib.import_module(f"chaos.{name}").scenario(at)
@@ -29,20 +22,12 @@ async def run(names: list[str]) -> None:
 
 
 def main() -> None:
-    """Check the names, run, and exit non-zero on the first scenario that fails."""
-    names = sys.argv[1:] or list(SCENARIOS)
-    unknown = [name for name in names if name not in SCENARIOS]
-    if unknown:
-        sys.exit(f"no scenario {unknown[0]!r}; there are {', '.join(SCENARIOS)}")
-    try:
-        anyio.run(run, names, backend="trio")
-    except BaseExceptionGroup as group:
-        failed = group.split(cluster.ScenarioFailed)[0]
-        if failed is None:
-            raise
-        sys.exit(f"failed: {failed.exceptions[0]}")
-    except cluster.ScenarioFailed as error:
-        sys.exit(f"failed: {error}")
+    """Run, and exit non-zero on the first scenario that fails."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--fast", action="store_true", help="shorter durations (chaos/fast.yaml), not production's")
+    parser.add_argument("scenario", nargs="*", choices=[*SCENARIOS, []], help="which ones; all of them by default")
+    options = parser.parse_args()
+    cluster.judged(run, options.scenario or list(SCENARIOS), cluster.FAST if options.fast else None)
 
 
 if __name__ == "__main__":

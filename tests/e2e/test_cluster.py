@@ -21,12 +21,7 @@ def anyio_backend() -> str:
 
 @pytest.fixture(scope="module")
 async def at() -> AsyncIterator[cluster.Cluster]:
-    async with cluster.started(
-        settings=cluster.REPO / "chaos" / "fast.yaml",
-        catalog=cluster.REPO / "chaos" / "catalog.yaml",
-        model="slow",
-        model_dir=cluster.tiny_models(),
-    ) as running:
+    async with cluster.started(settings=cluster.FAST) as running:
         yield running
 
 
