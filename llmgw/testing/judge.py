@@ -16,6 +16,7 @@ import anyio
 from llmgw.core.history import Checker
 from llmgw.core.invariants import unanswered
 from llmgw.core.node import Liveness, NodeState
+from llmgw.core.record import Leader
 from llmgw.core.replica import Assignment, Desired, Replica, ReplicaPhase, Retire, ShardPhase, ShardReport
 from llmgw.core.routing import Route, route_table
 from llmgw.core.snapshot import Change, Kind
@@ -124,10 +125,11 @@ class Judge(logging.Handler):
                     self.totals["shard unassigned"] += 1
             case None if change.ref.kind is Kind.REPLICA:
                 self.totals["replica ended"] += 1
+            case Leader() if change.create_revision not in self._terms:
+                self._terms.add(change.create_revision)
+                self.totals["term"] += 1
             case _:
-                if change.ref.kind is Kind.LEADER and change.create_revision not in self._terms:
-                    self._terms.add(change.create_revision)
-                    self.totals["term"] += 1
+                pass
 
     def _note_replica(self, replica: Replica, old: object) -> None:
         if not isinstance(old, Replica):
