@@ -142,7 +142,7 @@ class Cluster:
         exact: bool = True,
         on_text: Callable[[str], None] | None = None,
     ) -> None:
-        """`text` continued by the model (the demo's is no chat model), told as it comes. `exact`: up to `max_tokens`."""
+        """`text` continued by the model (the demo's is no chat model), as it comes; `exact`: up to `max_tokens`."""
         body = {"model": self.model, "prompt": text, "max_tokens": max_tokens, "stream": True, "ignore_eos": exact}
         try:
             async with self.http.stream("POST", f"{self.gateway}/v1/completions", json=body) as answer:
