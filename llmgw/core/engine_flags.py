@@ -39,28 +39,30 @@ def _table(*groups: tuple[str, str]) -> dict[str, str]:
 
 _LLAMA: Final = _table(
     (_NETWORK, "host port reuse-port"),
-    (_WEIGHTS, "m model mu model-url dr docker-repo hf hfr hf-repo hff hf-file hft hf-token mmu mmproj-url"),
-    (_WEIGHTS, "hfd hfrd hf-repo-draft spec-draft-hf"),
+    (_WEIGHTS, "m model mu model-url dr docker-repo mmu mmproj-url offline spec-draft-hf"),
     (_NAME, "a alias tags"),
     (_CONTEXT, "c ctx-size"),
     (_SLOTS, "np parallel"),
     (_TASK, "embedding embeddings rerank reranking"),
     (_DEVICES, "dev device devd device-draft spec-draft-device rpc"),
-    (_MEMORY, "fit fitt fit-target fitc fit-ctx cram cache-ram"),
+    (_MEMORY, "fit fitt fit-target fitc fit-ctx"),
     (_ROUTES, "path api-prefix props"),
-    (_COMMANDS, "tools tools-runtime ag agent no-ag no-agent media-path slot-save-path"),
-    (_LOGS, "v verbose lv verbosity no-log-prefix no-log-timestamps"),
+    (_COMMANDS, "tools tools-runtime ag agent media-path slot-save-path lcd lookup-cache-dynamic"),
+    (_LOGS, "v verbose lv verbosity"),
     (_HTTP, "threads-http"),
-    (_PROBES, "slots no-slots metrics"),
+    (_PROBES, "slots metrics"),
     (_EXITS, "h help usage version cl cache-list completion-bash list-devices"),
 )
+"""Without dashes, and without `no-`: what must not be switched on must not be switched off either."""
+
 _LLAMA_FAMILIES: Final = (
     (re.compile(r"api-key.*"), _KEY),
     (re.compile(r"ssl-.*"), _NETWORK),
-    (re.compile(r"models-.*|no-models-.*"), _ROUTES),
-    (re.compile(r"(no-)?(web)?ui(-.*)?"), _ROUTES),
+    (re.compile(r"models-.*"), _ROUTES),
+    (re.compile(r"(web)?ui(-.*)?"), _ROUTES),
     (re.compile(r"mcp-.*"), _COMMANDS),
     (re.compile(r"log-.*"), _LOGS),
+    (re.compile(r"hf.*"), _WEIGHTS),
     (re.compile(r"(embd|fim|gpt-oss|vision)-.*-(default|spec)|fim-qwen-1.*"), _WEIGHTS),
 )
 
@@ -84,7 +86,7 @@ _PYTHON: Final = _table(
 )
 
 _ENV: Final = _table(
-    (_KEY, "LLAMA_API_KEY VLLM_API_KEY"),
+    (_KEY, "LLAMA_API_KEY VLLM_API_KEY HF_TOKEN"),
     (_DEVICES, "CUDA_VISIBLE_DEVICES CUDA_DEVICE_ORDER GGML_VK_VISIBLE_DEVICES HIP_VISIBLE_DEVICES"),
     (_DEVICES, "NVIDIA_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES"),
     (_NETWORK, "GLOO_SOCKET_IFNAME HOST_IP NCCL_IB_HCA NCCL_SOCKET_IFNAME SGLANG_HOST_IP VLLM_HOST_IP VLLM_PORT"),
@@ -95,7 +97,8 @@ _ENV: Final = _table(
 )
 _ENV_FAMILIES: Final[Mapping[str, str]] = {
     "LLMGW_": "the agent marks its engines with it",
-    "LLAMA_ARG_": "it stands for an argument; write it in `args`",
+    "LLAMA_": "it stands for an argument; write it in `args`",
+    "GGML_RPC": _DEVICES,
     "LD_": "it decides which code the engine loads",
 }
 _ENV_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -104,18 +107,21 @@ _ENV_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 def args_problems(engine: str, args: tuple[str, ...]) -> Iterator[tuple[int, str]]:
     """Every argument that `engine` must not be given, as (position, why)."""
     for i, arg in enumerate(args):
-        if not arg.startswith("-"):
-            continue
-        head = arg.partition("=")[0]
-        flag = head.lstrip("-").replace("_", "-")
         if re.match(r"--?[A-Za-z][^=]*\s", arg):
             yield i, f"{arg!r} is one argument with a blank in it; write the flag and its value as two list entries"
-        elif (why := _owner(engine, flag)) is not None:
-            yield i, f"{head!r} can't be set here: {why}"
+        elif (why := arg_owner(engine, arg)) is not None:
+            yield i, f"{arg.partition('=')[0]!r} can't be set here: {why}"
 
 
-def _owner(engine: str, flag: str) -> str | None:
+def arg_owner(engine: str, arg: str) -> str | None:
+    """Why `arg` is the launcher's to set for `engine`; None for a person's flag, and for what is no flag."""
+    flag = arg.partition("=")[0].lstrip("-").replace("_", "-")
+    if not re.match(r"--?[A-Za-z]", arg):
+        return None
+    if arg.startswith("--"):
+        flag = flag.lower()
     if engine == "llama.cpp":
+        flag = flag.removeprefix("no-")
         families = (why for pattern, why in _LLAMA_FAMILIES if pattern.fullmatch(flag))
         return _LLAMA.get(flag) or next(families, None)
     exact = _PYTHON.get(flag)
@@ -129,7 +135,8 @@ def env_problem(name: str) -> str | None:
     """Why a profile can't set the variable `name`; None when it can."""
     if not _ENV_NAME.fullmatch(name):
         return "is not a variable's name (letters, digits and '_', no digit first)"
-    why = _ENV.get(name.upper()) or next(
-        (w for head, w in _ENV_FAMILIES.items() if name.upper().startswith(head)), None
-    )
+    upper = name.upper()
+    why = _ENV.get(upper) or next((why for head, why in _ENV_FAMILIES.items() if upper.startswith(head)), None)
+    if upper.endswith("_PROXY"):
+        why = "engines are reached, and reach out, without a proxy"
     return None if why is None else f"can't be set here: {why}"

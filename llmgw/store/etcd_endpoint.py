@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import anyio
+import anyio.to_thread
 
-from llmgw.config import EtcdConfig
+from llmgw.config import EtcdConfig, read_secret
 from llmgw.core.ids import Secret
 from llmgw.errors import Denied, Invalid, Problem
 from llmgw.store.etcd_call import Login
@@ -47,9 +47,9 @@ def login(config: EtcdConfig) -> Login | None:
 
 async def _password(file: str) -> Secret:
     try:
-        return Secret((await anyio.Path(file).read_text(encoding="utf-8")).removesuffix("\n"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise Denied(f"can't read etcd.password_file {file}: {_reason(error)}") from error
+        return await anyio.to_thread.run_sync(read_secret, file)
+    except Invalid as error:
+        raise Denied(f"etcd.password_file {error}") from error
 
 
 def _endpoints(config: EtcdConfig) -> Iterator[Problem]:
