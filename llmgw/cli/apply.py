@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from llmgw.store.etcd import EtcdStore
 
 
-@click.command(name="apply")
+@click.command(name="apply", short_help="Store a catalog.")
 @click.option(
     "-f", "--file", "files", multiple=True, required=True, metavar="FILE", help="May be repeated; - is stdin."
 )

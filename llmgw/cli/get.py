@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from llmgw.store.etcd import EtcdStore
 
 
-@click.command(name="get")
+@click.command(name="get", short_help="Print objects, the catalog, or raw keys.")
 @click.argument("what", metavar="KIND|/KEY")
 @click.argument("name", required=False)
 @click.option("--prefix", is_flag=True, help="Of a raw key: everything that begins with it.")

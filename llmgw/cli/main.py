@@ -117,7 +117,8 @@ def _outcome(error: BaseException) -> int:
             error.show()
             return error.exit_code
         case LlmgwError():
-            say(f"llmgw: {error}", err=True)
+            for line in str(error).split("\n"):
+                say(f"llmgw: {line}", err=True)
             return next((code for family, code in EXIT_CODES.items() if isinstance(error, family)), FAILED)
         case click.Abort() | KeyboardInterrupt():
             return INTERRUPTED

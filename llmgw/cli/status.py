@@ -34,7 +34,7 @@ _READ = (
 )
 
 
-@click.command(name="status")
+@click.command(name="status", short_help="Print how the cluster is.")
 @click.option(
     "-o", "--output", "form", type=click.Choice(["table", "json", "yaml"]), default="table", show_default=True
 )
@@ -92,7 +92,8 @@ def _lines(index: Index, endpoints: tuple[str, ...]) -> Iterator[tuple[str, str]
     yield "models", f"{len(states) - len(short)} of {len(states)} as wanted" if states else "none"
     for name in short:
         _, ready, *_, why = KINDS["models"].row(index, name)
-        yield "", f"{name}: {ready} ready" + (f", {why}" if why else "")
+        told = "no controller has looked at it yet" if states[name] is None else f"{ready} ready"
+        yield "", f"{name}: {told}" + (f", {why}" if why else "")
     for ref, why in index.corrupt():
         yield "corrupt", f"/llmgw/{ref.kind.value}{ref.name}: {why}"
 

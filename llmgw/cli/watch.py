@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from llmgw.store.etcd import EtcdStore
 
 
-@click.command(name="watch")
+@click.command(name="watch", short_help="Print changes as they happen.")
 @click.argument("what", metavar="KIND|/KEY")
 @click.option("--prefix", is_flag=True, help="Of a raw key: everything that begins with it.")
 @click.option("--rev", type=click.IntRange(min=1), metavar="N", help="Begin with what happened at revision N.")

@@ -26,7 +26,7 @@ def outcome(monkeypatch: pytest.MonkeyPatch, error: BaseException | None) -> int
         (None, 0),
         (Denied("no"), 1),
         (TooLarge(what="x", size=2, limit=1, unit="bytes"), 1),
-        (Invalid((Problem(message="wrong", file="f", line=1),)), 2),
+        (Invalid((Problem(message="wrong", file="f", line=1), Problem(message="wrong", file="g"))), 2),
         (click.UsageError("wrong"), 2),
         (click.BadParameter("wrong"), 2),
         (NotFound("model", "m"), 3),
@@ -48,7 +48,7 @@ def test_h05_exit_codes(
     assert captured.out == ""
     assert "Traceback" not in captured.err
     if isinstance(error, LlmgwError):
-        assert str(error) in captured.err
+        assert captured.err == "".join(f"llmgw: {line}\n" for line in str(error).split("\n"))
 
 
 @pytest.mark.parametrize("error", [ValueError("bug"), ExceptionGroup("group", [NotFound("a", "b"), ValueError("bug")])])
@@ -74,4 +74,4 @@ def test_control_characters_in_an_error_do_not_reach_the_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert outcome(monkeypatch, Refused("a\x1b[31mb\nc")) == 4
-    assert capsys.readouterr().err == "llmgw: a\\x1b[31mb\nc\n"
+    assert capsys.readouterr().err == "llmgw: a\\x1b[31mb\nllmgw: c\n"
