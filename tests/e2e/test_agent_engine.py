@@ -1,4 +1,4 @@
-"""The agent and the real llama-server, found in the installed wheel, on the tiny model."""
+"""The agent and a real llama.cpp server, found in an installed wheel, on the tiny model."""
 
 import itertools
 import os
@@ -15,16 +15,20 @@ import pytest
 from llmgw.config import EtcdConfig
 from llmgw.core.catalog import Task
 from llmgw.core.ids import Secret
+from llmgw.core.node import Build
 from llmgw.core.replica import Assignment, ShardPhase, ShardReport, confirms_stop
 from llmgw.core.snapshot import Kind, Ref
 from llmgw.testing.agent_process import WAIT_S, AgentProcess, until
 from llmgw.testing.etcd import Etcd
 from llmgw.testing.node import assignment, stopped
 from llmgw.testing.people import people_of
+from llmgw_agent.engines.find import survey
+from llmgw_agent.facts import look_at_machine
 
 pytestmark = [pytest.mark.e2e, pytest.mark.etcd, pytest.mark.engine, pytest.mark.anyio]
 
 KEY = "7a" * 32
+[BUILD] = survey([], look_at_machine().cpu_flags).facts.builds or [Build(engine="llama.cpp", version="none")]
 SHARD = "m-aaaaa.0"
 REPORT = Ref(Kind.SHARD, f"n1/{SHARD}")
 ORDER = Ref(Kind.ASSIGNMENT, f"n1/{SHARD}")
@@ -131,22 +135,23 @@ async def test_a_wrong_flag_fails_with_the_engines_words(etcd: Etcd, agent: Agen
     async with people_of(EtcdConfig(endpoints=etcd.endpoints)) as people:
         await people.put(ORDER, order(launch={"args": ("--no-such-flag",)}))
         report = await people.until(REPORT, lambda r: r is not None and r.phase is ShardPhase.FAILED, agent)
-        assert report.reason == "exit 1: error: invalid argument: --no-such-flag (attempt 4, the last)"
+        assert "--no-such-flag" in report.reason
+        assert report.reason.endswith("(attempt 4, the last)")
 
 
-@pytest.mark.parametrize(
-    ("task", "args", "path", "body"),
-    [
-        (Task.EMBED, ("--pooling", "mean"), "/v1/embeddings", {"input": "Hi"}),
-        (Task.RERANK, (), "/v1/rerank", {"query": "Hi", "documents": ["a", "b"]}),
-    ],
-    ids=["embed", "rerank"],
-)
-async def test_readiness_is_work_of_the_models_task(
-    etcd: Etcd, agent: AgentProcess, task: Task, args: tuple[str, ...], path: str, body: dict[str, Any]
-) -> None:
+async def test_readiness_is_work_of_the_models_task(etcd: Etcd, agent: AgentProcess) -> None:
     async with people_of(EtcdConfig(endpoints=etcd.endpoints)) as people, client() as http:
-        await people.put(ORDER, order(launch={"task": task, "args": args, "context": 512}))
+        await people.put(ORDER, order(launch={"task": Task.RERANK}))
         report = await people.until_ready(agent, REPORT)
-        answer = await http.post(f"http://{report.address}:{report.port}{path}", json=body)
-        assert answer.status_code == 200
+        body = {"query": "Hi", "documents": ["a", "b"]}
+        assert (await http.post(f"http://{report.address}:{report.port}/v1/rerank", json=body)).status_code == 200
+
+
+async def test_a_model_that_cannot_do_its_task_is_never_ready_whatever_its_health_says(
+    etcd: Etcd, agent: AgentProcess
+) -> None:
+    async with people_of(EtcdConfig(endpoints=etcd.endpoints)) as people:
+        # The tiny model does not say how to pool, and nobody else did.
+        await people.put(ORDER, order(launch={"task": Task.EMBED}))
+        report = await people.until(REPORT, lambda r: r is not None and r.phase is ShardPhase.FAILED, agent)
+        assert report.reason.startswith("it can't embed: 400 Pooling type 'none' is not OAI compatible")
