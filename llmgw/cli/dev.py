@@ -175,7 +175,7 @@ def dev(
 
 
 async def run_dev(options: DevOptions) -> None:
-    """Run the tree until a signal comes or it can't go on. Raises Refused in the latter case."""
+    """Run the tree until a signal comes or it can't go on. Raises Refused or Invalid in the latter case."""
     earlier = read_state(options.data)
     printer = Printer([], colour=False)
     if earlier is not None:
@@ -195,7 +195,7 @@ async def run_dev(options: DevOptions) -> None:
         await _live(plan, tree, options.data, say=say, over=over, hurry=hurry)
         group.cancel_scope.cancel()
     if tree.failed is not None:
-        raise Refused(tree.failed)
+        raise tree.failed
 
 
 async def _live(plan: DevPlan, tree: Tree, data: Path, *, say: Printer, over: anyio.Event, hurry: anyio.Event) -> None:

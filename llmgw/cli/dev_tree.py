@@ -19,7 +19,7 @@ import msgspec
 import psutil
 
 from llmgw.cli.dev_plan import Child
-from llmgw.errors import Refused
+from llmgw.errors import Invalid, LlmgwError, Problem, Refused
 
 RESTART_S: Final = 0.2
 """First delay before a dead child is started again; doubles up to RESTART_MAX_S."""
@@ -61,8 +61,8 @@ class Tree:
         self._live: dict[str, anyio.abc.Process] = {}
         self._stopping: set[str] = set()
         self._ended: dict[str, anyio.Event] = {}
-        self.failed: str | None = None
-        """Why the tree can't go on, once it can't."""
+        self.failed: LlmgwError | None = None
+        """Why the tree can't go on, once it can't: Invalid where a process refused its configuration."""
 
     def running(self) -> list[Running]:
         """What runs now, in the order of starting."""
@@ -89,8 +89,9 @@ class Tree:
                 elif code >= 0:  # somebody's kill says nothing about whether it can run
                     failures += 1
                 if code == EXIT_INVALID or failures >= GIVE_UP:
-                    self.failed = f"{child.name} can't run (exit code {code}); its last lines above say why"
-                    give_up(self.failed)
+                    why = f"{child.name} can't run (exit code {code}); its last lines above say why"
+                    self.failed = Invalid((Problem(message=why),)) if code == EXIT_INVALID else Refused(why)
+                    give_up(why)
                     return
                 self._say(child.name, f"{_death(code)} after {lived_s:.0f} s; starting it again")
                 await anyio.sleep(delay_s)

@@ -11,6 +11,7 @@ import pytest
 
 from llmgw.cli.dev_plan import Child
 from llmgw.cli.dev_tree import Running, Tree, end_leftovers
+from llmgw.errors import Invalid
 
 pytestmark = pytest.mark.anyio
 
@@ -64,7 +65,8 @@ async def test_a_refused_config_is_not_tried_again() -> None:
     tree = Tree(say=said, changed=lambda: None)
     why: list[str] = []
     await tree.supervise(program("import sys; print('bad config'); sys.exit(2)"), give_up=why.append)
-    assert why == [tree.failed]
+    assert why == [str(tree.failed)]
+    assert isinstance(tree.failed, Invalid)
     assert said.lines == ["one: bad config"]
 
 
