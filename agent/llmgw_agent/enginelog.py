@@ -1,13 +1,17 @@
 """Engines' output: straight into files, never through a pipe that somebody would have to read.
 
 One directory a shard: `current.log` of this attempt, `previous.log` of the one before, which is where a crash that
-mattered can be read after the retry. Mode 0600: prompts and keys of a careless engine could be in it.
+mattered can be read after the retry. Mode 0600: prompts and keys of a careless engine could be in it. They are bounded:
+a log that grows too long is cut to its end, and of shards that are gone only the newest are kept.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import re
+import shutil
+from collections.abc import Collection
 from pathlib import Path
 from typing import Final
 
@@ -16,8 +20,17 @@ PREVIOUS: Final = "previous.log"
 TAIL_BYTES: Final = 8192
 WORDS_MAX: Final = 300
 
+LOG_BYTES_MAX: Final = 64 * 2**20
+LOG_BYTES_KEPT: Final = 4 * 2**20
+"""A log above the first is cut to its last bytes, as many as the second."""
+
+GONE_MAX: Final = 50
+"""Directories of shards that are gone, kept for their logs."""
+
 _KEY: Final = re.compile(r"\b[0-9a-f]{64}\b")
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f]+")
+
+log = logging.getLogger(__name__)
 
 
 def open_new(directory: Path) -> int:
@@ -27,6 +40,31 @@ def open_new(directory: Path) -> int:
     if current.exists():
         current.replace(directory / PREVIOUS)
     return os.open(current, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_EXCL | os.O_CLOEXEC, 0o600)
+
+
+def trim(directory: Path) -> None:
+    """Cut the current log if it is too long. The engine goes on appending; what it writes that moment may be lost."""
+    path = directory / CURRENT
+    try:
+        if path.stat().st_size <= LOG_BYTES_MAX:
+            return
+        with path.open("r+b") as file:
+            file.seek(-LOG_BYTES_KEPT, os.SEEK_END)
+            end = file.read(LOG_BYTES_KEPT)
+            file.truncate(0)
+        with path.open("ab") as file:
+            file.write(b"(cut)\n" + end)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        log.warning("can't cut a log", extra={"fields": {"path": path, "why": str(error)}})
+
+
+def prune(root: Path, *, keep: Collection[str]) -> None:
+    """Remove the logs of shards that are gone, all but the newest `GONE_MAX`; those in `keep` are not gone."""
+    gone = [path for path in root.iterdir() if path.name not in keep] if root.exists() else []
+    for path in sorted(gone, key=lambda path: path.stat().st_mtime)[: max(0, len(gone) - GONE_MAX)]:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def last_words(directory: Path) -> str:

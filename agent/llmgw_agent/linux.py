@@ -26,7 +26,7 @@ import httpx2
 from llmgw.config import AgentConfig
 from llmgw.core.node import EngineFacts, Facts, WeightSet
 from llmgw.core.replica import Assignment
-from llmgw.errors import Refused
+from llmgw.errors import Invalid, Problem, Refused
 from llmgw_agent import enginelog, proc, statefile, weights
 from llmgw_agent.bounded import Bounded, Hung
 from llmgw_agent.cgroup import Cgroups
@@ -63,11 +63,14 @@ async def open_host(config: AgentConfig, *, subreaper: bool = False) -> AsyncIte
 
     Raises:
         Refused: another agent has the data directory.
-        OSError: the directory can't be made or written.
+        Invalid: it can't be made or written.
     """
     directory = Path(config.data_dir)
-    os.makedirs(directory, mode=0o700, exist_ok=True)  # noqa: PTH103  # as blocking as the lock, and at start only
-    lock = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.makedirs(directory, mode=0o700, exist_ok=True)  # noqa: PTH103  # as blocking as the lock, and at start only
+        lock = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise Invalid((Problem(path="data_dir", message=f"{directory} can't be used: {error.strerror}"),)) from error
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -176,6 +179,7 @@ class LinuxHost:
         _check_port(self._config.address, port)
         mark = f"{self.data}/{self._config.name}/{shard}/{incarnation}"
         directory = self._logs(shard)
+        enginelog.prune(directory.parent, keep={shard, *self._known})
         home = self._directory / "home"
         self._oom_kills[shard] = Cgroups().oom_kills()
         self._signalled.discard(shard)
@@ -214,6 +218,7 @@ class LinuxHost:
 
     def _look(self, shard: str, process: Process | None, *, whole: bool) -> Look:
         if not whole:
+            enginelog.trim(self._logs(shard))
             alive = process is not None and self._lives(shard, process)
             return Look(alive=alive, left=int(alive), exit="" if alive else self._exit_words(shard, process))
         members = self._tree(shard, process)

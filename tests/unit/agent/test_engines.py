@@ -7,7 +7,8 @@ import pytest
 
 from llmgw.config import NamedEngine
 from llmgw.core.node import Build
-from llmgw_agent.enginelog import last_words, open_new
+from llmgw_agent import enginelog
+from llmgw_agent.enginelog import last_words, open_new, prune, trim
 from llmgw_agent.engines.find import MODULE_CPU_FLAGS, WHEEL_CPU_FLAGS, Installed, Survey, survey
 from llmgw_agent.engines.launch import Binary
 from llmgw_agent.exit import exit_words
@@ -103,3 +104,29 @@ def test_last_words_are_the_last_line_without_keys_and_control_characters(tmp_pa
     assert last_words(tmp_path / "logs") == ""
     assert (tmp_path / "logs" / "previous.log").stat().st_size > 100_000
     assert last_words(tmp_path / "nowhere") == ""
+
+
+def test_a_log_that_grows_too_long_is_cut_to_its_end_under_its_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(enginelog, "LOG_BYTES_MAX", 1000)
+    monkeypatch.setattr(enginelog, "LOG_BYTES_KEPT", 100)
+    handle = open_new(tmp_path)
+    os.write(handle, b"a" * 990)
+    trim(tmp_path)
+    assert (tmp_path / "current.log").stat().st_size == 990
+    os.write(handle, b"b" * 50)
+    trim(tmp_path)
+    os.write(handle, b"c")
+    assert (tmp_path / "current.log").read_bytes() == b"(cut)\n" + b"a" * 50 + b"b" * 50 + b"c"
+    os.close(handle)
+
+
+def test_logs_of_shards_that_are_gone_do_not_pile_up(tmp_path: Path) -> None:
+    for n in range(60):
+        (tmp_path / f"m-{n}.0").mkdir()
+        os.utime(tmp_path / f"m-{n}.0", (n, n))
+    prune(tmp_path, keep={"m-0.0"})
+    left = sorted(int(path.name[2:-2]) for path in tmp_path.iterdir())
+    assert left == [0, *range(10, 60)]
+    prune(tmp_path / "nowhere", keep=())
