@@ -395,7 +395,7 @@ async def a_watch_tells_everything_once_and_in_order(rig: Rig) -> None:
 
 async def a_watch_hears_only_its_prefixes(rig: Rig) -> None:
     start = await put(rig.store, rig.root + "start")
-    names = ("gpu-1", "gpu-1/x", "gpu-10", "gpu-10/x", "other/x", "end")
+    names = ("gpu-1", "gpu-1/x", "gpu-10", "gpu-10/x", "ending", "other/x", "end")
     async with _watch(rig, "gpu-1/", "other/", "end", from_revision=start) as batches:
         for name in names:
             await put(rig.store, rig.root + name)
