@@ -279,13 +279,13 @@ class LinuxHost:
         if not kill:
             main = None if process is None else (process.pid, process.started)
             for pid, started in {main} & members if main is not None else members:
-                proc.send(pid, started, signal.SIGTERM)
+                _send(pid, started, signal.SIGTERM)
             return
         for _ in range(KILL_PASSES):
             if not members:
                 return
             for pid, started in members:
-                proc.send(pid, started, signal.SIGKILL)
+                _send(pid, started, signal.SIGKILL)
             members = self._tree(shard, process)
 
     def _exit_words(self, shard: str, process: Process | None) -> str:
@@ -340,6 +340,13 @@ class LinuxHost:
         look = partial(survey, self._config.engines, flags)
         self._survey = await self._bounded.run("engines", look, bound_s=START_BOUND_S)
         return self._survey
+
+
+def _send(pid: int, started: int, number: signal.Signals) -> None:
+    try:
+        proc.send(pid, started, number)
+    except OSError as error:
+        log.warning("can't signal a process", extra={"fields": {"pid": pid, "why": error.strerror}})
 
 
 def _check_port(address: str, port: int) -> None:

@@ -19,7 +19,7 @@ from llmgw_agent.host import StartFailed
 
 GGUF: Final = ".gguf"
 MAGIC: Final = b"GGUF"
-SETS_MAX: Final = 1000
+SETS_MAX: Final = 500
 """Most sets that are listed."""
 
 DEPTH_MAX: Final = 6
@@ -97,7 +97,7 @@ def listing(model_dirs: Sequence[str]) -> tuple[WeightSet, ...]:
             if match is not None and int(match["part"]) != 1:
                 continue
             source = str(path.relative_to(root))
-            if source not in found and len(found) < SETS_MAX:
+            if source not in found and len(found) < SETS_MAX and _is_text(source):
                 found[source] = _set(source, path)
     return tuple(found[source] for source in sorted(found))
 
@@ -108,6 +108,15 @@ def _walk(root: Path) -> Iterator[Path]:
         depth = len(Path(directory).relative_to(root).parts)
         names[:] = sorted(names) if depth < DEPTH_MAX else []
         yield from (Path(directory) / name for name in sorted(files) if name.endswith(GGUF))
+
+
+def _is_text(source: str) -> bool:
+    """Whether a catalog could name it: a file's name may be any bytes."""
+    try:
+        source.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _set(source: str, path: Path) -> WeightSet:

@@ -13,6 +13,7 @@ from llmgw.core.node import Facts, Session
 from llmgw.core.record import Record, StoreMeta
 from llmgw.core.replica import Assignment, ShardPhase, ShardReport, confirms_stop
 from llmgw.core.snapshot import Kind, Ref
+from llmgw.errors import Refused
 from llmgw.store import codec, keys
 from llmgw.store.memory import MemoryCluster, MemoryStore
 from llmgw.store.port import DeleteOp, PutOp
@@ -529,6 +530,28 @@ async def test_a_full_disk_refuses_starts_and_says_so(world: World) -> None:
     await world.until(failed)
     assert "No space left on device" in (await world.report()).reason
     assert machine.engines == []
+
+
+@virtual
+async def test_c07_a_renamed_agent_does_not_leave_its_engines_behind(world: World) -> None:
+    machine = world.machine()
+    agent = world.start(machine)
+    await world.order(assignment())
+    await world.until_ready()
+    agent.kill()
+    host, config = FakeHost(machine), agent_config(name="n2")
+    with pytest.raises(Refused, match="engines of node 'n1' still run out of this data directory"):
+        await run_agent(world.store, host, config, wall=world.wall, ids=SeededIds(stream(9, "agent")))
+    # With nothing running it is simply another name.
+    [engine] = machine.running()
+    engine.end(anyio.current_time(), "")
+    world.start(machine, name="n2")
+
+    async def there() -> bool:
+        return isinstance(await world.record(Ref(Kind.SESSION, "n2")), Session)
+
+    await world.until(there)
+    assert machine.running() == []
 
 
 @virtual

@@ -84,6 +84,7 @@ def test_the_listing_names_sets_as_a_source_would(tmp_path: Path) -> None:
     (tmp_path / "b" / "empty.gguf").touch()
     (tmp_path / "b" / "gone.gguf").symlink_to("nowhere")
     (tmp_path / "b" / "readme.txt").touch()
+    (tmp_path / "b" / "\udcff.gguf").touch()  # no text: no catalog and no record could name it
     found = {item.source: item for item in listing([str(tmp_path / "a"), str(tmp_path / "b"), str(tmp_path / "none")])}
     assert sorted(found) == ["empty.gguf", "gone.gguf", "m-00001-of-00003.gguf", "org/x.gguf"]
     assert (found["org/x.gguf"].bytes, found["org/x.gguf"].complete) == (100, True)
