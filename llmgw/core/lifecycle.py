@@ -224,6 +224,11 @@ def failure(index: Index, replica: Replica, *, incarnation: str) -> tuple[str, s
         here = session is not None and session.store == incarnation
         if name not in index.assignments and here and (report is None or report.phase in GONE):
             return shard.node, "its order is gone and nothing runs", Retire.UNKNOWN
+        row = index.assignments.get(name)
+        running = row is not None and row.record is not None and row.record.desired is not Desired.STOPPED
+        if running and row is not None and confirms_stop(report, order_rev=row.mod_revision):
+            # A stop is final: it was ordered before, in a history that a restore has undone.
+            return shard.node, "its node had stopped it for good before this order", Retire.UNKNOWN
     return None
 
 

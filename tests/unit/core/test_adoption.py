@@ -555,6 +555,22 @@ def test_after_a_restore_a_shard_nobody_remembers_waits_for_its_word() -> None:
     assert c.shard(old) in c.index.assignments
 
 
+def test_after_a_restore_what_its_node_had_stopped_for_good_is_built_anew() -> None:
+    c = serving(nodes=3)
+    old = c.one("m")
+    restored(c)
+    for node in c.index.sessions.names():
+        c.back(node)
+    c.report(c.shard(old), ShardPhase.STOPPED)
+    c.settle()
+    assert not c.replicas("m")
+    c.advance(60.0)  # it counts as a failure, so the model waits
+    c.settle()
+    new = c.one("m")
+    assert new.id != old.id
+    assert new.phase is P.READY
+
+
 def test_after_a_restore_a_confirmed_stray_order_is_pruned_only_at_the_end() -> None:
     c = serving(nodes=3)
     old = c.one("m")

@@ -105,7 +105,6 @@ def test_phases_follow_the_nodes_reports() -> None:
         (ShardPhase.STARTING, P.STARTING),
         (ShardPhase.READY, P.READY),
         (ShardPhase.STARTING, P.STARTING),
-        (ShardPhase.STOPPED, P.STARTING),
         (ShardPhase.READY, P.READY),
     ]:
         c.meddle((Kind.SHARD, name, None))
