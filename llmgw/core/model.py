@@ -160,16 +160,18 @@ def _fail(p: Pass, model: Tended) -> None:
         node, reason, why = found
         attempt = model.state.attempt + 1
         retry_at = p.now.wall_s + backoff_s(model.name, attempt, p.settings)
-        until = {each: at for each, at in model.state.failed_nodes.items() if at > p.now.wall_s and each != node}
-        until[node] = retry_at + p.settings.backoff_max_s
-        young = replica.phase is not ReplicaPhase.READY and replica in census.current and census.outdated
+        until = {each: at for each, at in model.state.failed_nodes.items() if at > p.now.wall_s}
+        if why is Retire.FAILED:  # what merely lost its order says nothing of its node, nor of the launch
+            until[node] = retry_at + p.settings.backoff_max_s
+        young = why is Retire.FAILED and replica.phase is not ReplicaPhase.READY
+        spoils = young and replica in census.current and bool(census.outdated)
         model.state = msgspec.structs.replace(
             model.state,
             attempt=attempt,
             retry_at=retry_at,
             failed_nodes=dict(sorted(until.items(), key=lambda item: (item[1], item[0]))[-FAILED_NODES_MAX:]),
             failure=f"{replica.id} on {node}: {reason}"[:REASON_LEN_MAX],
-            launch_failed=known[replica.launch] if young else model.state.launch_failed,
+            launch_failed=known[replica.launch] if spoils else model.state.launch_failed,
         )
         failed.append((replica, reason, why))
     if failed:  # first what must not be forgotten: between these groups the process may die

@@ -674,6 +674,7 @@ def test_a_replica_whose_order_is_gone_and_that_runs_nowhere_is_rebuilt() -> Non
     assert (failed.phase, failed.retire) == (P.FAILED, Retire.UNKNOWN)
     made = order(c, failed)
     assert (made.desired, made.launch.source, made.claim) == (Desired.STOPPED, "", old.shards[0].claim)
+    assert (state(c, "m").attempt, state(c, "m").failed_nodes) == (1, {}), "its node is not to blame"
     c.settle()
     c.advance(10.0)
     c.settle()
