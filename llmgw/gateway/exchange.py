@@ -142,6 +142,8 @@ class Exchange:
         member = self._member
         assert member is not None  # noqa: S101  # a try has a member
         self._member = self._upstream = None
+        self._status, self._head = 0, b""
+        self._stream = self._chunked = self._unframed = False
         self.tried.append(member)
         self._why = why
         self._hub.release(member)

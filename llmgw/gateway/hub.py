@@ -160,6 +160,7 @@ class Hub:
 
     async def _readmit(self, member: Member) -> None:
         """No client pays for finding out whether an ejected replica is back: a mere connection does."""
+        self.figures.of(member.group.model).probes += 1
         try:
             upstream = await self.connect(member)
         except OSError:
@@ -187,8 +188,13 @@ class Hub:
         """Run `work` in the background, held on to."""
         task = self.loop.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._spawned)
         return task
+
+    def _spawned(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("background work failed", exc_info=error)  # a bug; requests go on
 
     def gone(self, client: Client) -> None:
         """A client's connection has ended."""

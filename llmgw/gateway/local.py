@@ -111,12 +111,18 @@ class Scrape:
         self._task = hub.spawn(self._run(exposition))
 
     async def _run(self, exposition: Exposition) -> None:
-        text = await asyncio.to_thread(exposition.text)
-        keep_alive = self._request.keep_alive
-        self._client.write(
-            wire.reply(200, text, content_type=wire.TEXT, close=not keep_alive, head_only=self._head_only)
-        )
-        self._client.finished(keep_alive=keep_alive)
+        keep_alive, answered = self._request.keep_alive, False
+        try:
+            text = await asyncio.to_thread(exposition.text, exposition.gather())
+            self._client.write(
+                wire.reply(200, text, content_type=wire.TEXT, close=not keep_alive, head_only=self._head_only)
+            )
+            answered = True
+        finally:
+            if answered:
+                self._client.finished(keep_alive=keep_alive)
+            else:
+                self._client.abort()
 
     def cancel(self) -> None:
         """The client left."""

@@ -56,12 +56,13 @@ class Histogram:
 class ModelFigures:
     """All that is counted of one model. `chunks`: pieces of finished or cut answers."""
 
-    __slots__ = ("chunks", "ejections", "first_byte", "in_flight", "requests", "retries", "seconds")
+    __slots__ = ("chunks", "ejections", "first_byte", "in_flight", "probes", "requests", "retries", "seconds")
 
     def __init__(self) -> None:
         self.in_flight = 0
         self.chunks = 0
         self.ejections = 0
+        self.probes = 0
         self.requests: dict[str, int] = {}
         self.retries: dict[str, int] = {}
         self.seconds = Histogram()
@@ -122,46 +123,47 @@ class Figures:
         self.models = {name: each for name, each in self.models.items() if name in kept or each.in_flight}
 
 
-class Exposition(Collector):
-    """The text for Prometheus. `collect` may run in a thread: it copies each table before it reads it."""
+class Exposition:
+    """The text for Prometheus, made in two steps: `gather` in the event loop, `text` in a thread."""
 
     def __init__(self, figures: Figures, groups: Callable[[], dict[str, GroupGauge]]) -> None:
         self._figures = figures
         self._groups = groups
         self.extra: list[Callable[[], Iterable[Metric]]] = []
         """More families, from other parts of the process."""
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(self)
 
-    def text(self) -> bytes:
-        """Everything, in Prometheus's text format."""
-        return generate_latest(self._registry)
+    def gather(self) -> list[Metric]:
+        """What must be read in the event loop."""
+        families = list(self._gauges(self._groups()))
+        for each in self.extra:
+            families += each()
+        return families
 
-    def collect(self) -> Iterator[Metric]:
+    def text(self, gathered: list[Metric]) -> bytes:
+        """Everything in Prometheus's text format. May run in a thread: it copies each table before it reads it."""
         models = dict(self._figures.models)
-        yield from self._requests(models)
-        yield from self._histograms(models)
-        yield from self._gauges(models)
         rejected = counter("requests_rejected", "Requests refused before they were whole, by status.", "code")
         for code, count in dict(self._figures.rejected).items():
             rejected.add_metric([code], count)
-        yield rejected
-        for families in self.extra:
-            yield from families()
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(_Families([*self._requests(models), *self._histograms(models), rejected, *gathered]))
+        return generate_latest(registry)
 
     def _requests(self, models: dict[str, ModelFigures]) -> Iterator[Metric]:
         requests = counter("requests", "Requests that are over, by status or client_closed or cut.", "model", "code")
         retries = counter("retries", "Further tries before the first byte, by what made them due.", "model", "reason")
         chunks = counter("chunks", "Pieces of answers handed on, as engines framed them (tokens).", "model")
         ejections = counter("ejections", "Replicas taken out of rotation after faults.", "model")
+        probes = counter("probes", "Connections made to see whether an ejected replica is back.", "model")
         for name, each in models.items():
+            probes.add_metric([name], each.probes)
             for code, count in dict(each.requests).items():
                 requests.add_metric([name, code], count)
             for why, count in dict(each.retries).items():
                 retries.add_metric([name, why], count)
             chunks.add_metric([name], each.chunks)
             ejections.add_metric([name], each.ejections)
-        yield from (requests, retries, chunks, ejections)
+        yield from (requests, retries, chunks, ejections, probes)
 
     def _histograms(self, models: dict[str, ModelFigures]) -> Iterator[Metric]:
         seconds = HistogramMetricFamily(
@@ -175,19 +177,29 @@ class Exposition(Collector):
             first.add_metric([name], each.first_byte.cumulative(), each.first_byte.sum_s)
         yield from (seconds, first)
 
-    def _gauges(self, models: dict[str, ModelFigures]) -> Iterator[Metric]:
+    def _gauges(self, groups: dict[str, GroupGauge]) -> Iterator[Metric]:
         in_flight = gauge("in_flight", "Requests that have begun and are not over.", "model")
-        for name, each in models.items():
+        for name, each in self._figures.models.items():
             in_flight.add_metric([name], each.in_flight)
         queued = gauge("queued", "Requests that wait for a replica.", "model")
         held = gauge("held", "Requests whose client left while the engine goes on with them.", "model")
         replicas = gauge("replicas", "Routable replicas, by whether they are in rotation.", "model", "state")
-        for name, now in self._groups().items():
+        for name, now in groups.items():
             queued.add_metric([name], now.queued)
             held.add_metric([name], now.held)
             replicas.add_metric([name, "in_rotation"], now.ready)
             replicas.add_metric([name, "ejected"], now.ejected)
         yield from (in_flight, queued, held, replicas)
+
+
+class _Families(Collector):
+    """Families that are there already."""
+
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> list[Metric]:
+        return self._families
 
 
 PREFIX: Final = "llmgw_gateway"

@@ -6,8 +6,8 @@ import asyncio
 import socket
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, ExitStack, contextmanager
-from typing import Any, Self
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, contextmanager
+from typing import Any, Self, TypeVar
 
 import msgspec
 
@@ -18,13 +18,12 @@ from llmgw.core.routing import Route, RouteTable, Target
 from llmgw.gateway.hub import Hub
 from llmgw.gateway.metrics import Exposition, Figures
 from llmgw.gateway.server import Client
-from llmgw.testing.stub_engine import Act, StubEngine, stub_engine
+from llmgw.testing.stub_engine import WITHIN_S, Act, StubEngine, stub_engine
+
+T = TypeVar("T")
 
 FILL = 4
 """Connections that fill the queue of a socket with backlog 0. Source: tried on Linux 6; two are enough."""
-
-WITHIN_S = 10.0
-"""Dead-line of every wait: far above what it takes, so that only a hang meets it."""
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -176,7 +175,29 @@ class Rig:
 
     async def engine(self, *script: Act, key: str = "k" * 64, port: int = 0) -> StubEngine:
         """A new engine."""
-        return await self._stack.enter_async_context(stub_engine(key=key, script=script, port=port))
+        return await self.hold(stub_engine(key=key, script=script, port=port))
+
+    async def hold(self, context: AbstractAsyncContextManager[T]) -> T:
+        """Enter `context` for the rest of the test, in a task of its own, so that task groups may end in any order."""
+        entered: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        leave = asyncio.Event()
+
+        async def run() -> None:
+            async with context as value:
+                entered.set_result(value)
+                await leave.wait()
+
+        task = asyncio.create_task(run())
+
+        async def end() -> None:
+            leave.set()
+            await asyncio.wait_for(task, WITHIN_S)
+
+        await asyncio.wait((entered, task), return_when=asyncio.FIRST_COMPLETED)
+        self._stack.push_async_callback(end)
+        if task.done():
+            await task
+        return await entered
 
     def route(
         self,

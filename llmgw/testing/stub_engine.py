@@ -10,13 +10,16 @@ import socket
 import struct
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Final
 
 import anyio
 import msgspec
-from anyio.abc import SocketAttribute, SocketStream
+from anyio.abc import SocketAttribute, SocketStream, TaskStatus
+
+WITHIN_S: Final = 10.0
+"""Dead-line of every wait: far above what it takes, so that only a hang meets it."""
 
 HEAD_END: Final = b"\r\n\r\n"
 
@@ -119,12 +122,21 @@ class StubEngine:
     """Requests whose client left before the end."""
     sent_bytes: int = 0
     """Body bytes that the reader's side has taken."""
+    scope: anyio.CancelScope | None = None
+    """What it runs in; None when it does not."""
     _changed: anyio.Event = field(default_factory=anyio.Event)
 
     async def until(self, condition: Callable[[StubEngine], bool]) -> None:
-        """Until `condition` holds; it is looked at after every change here."""
-        while not condition(self):
-            await self._changed.wait()
+        """Until `condition` holds, with a dead-line; it is looked at after every change here."""
+        with anyio.fail_after(WITHIN_S):
+            while not condition(self):
+                await self._changed.wait()
+
+    async def stop(self) -> None:
+        """End it: no new connections, and those there are reset."""
+        if self.scope is not None:
+            self.scope.cancel()
+        await self.until(lambda engine: engine.scope is None)
 
     def note(self) -> None:
         """Something has changed."""
@@ -153,8 +165,16 @@ async def stub_engine(*, key: str, script: Sequence[Act] = (), port: int = 0) ->
             with anyio.CancelScope(shield=True):
                 await stream.aclose()
 
-    async with listener, anyio.create_task_group() as tasks:
-        tasks.start_soon(listener.serve, handle)
+    async def serve(*, task_status: TaskStatus[None]) -> None:
+        async with listener:
+            with anyio.CancelScope() as engine.scope:
+                task_status.started()
+                await listener.serve(handle)
+        engine.scope = None
+        engine.note()
+
+    async with anyio.create_task_group() as tasks:
+        await tasks.start(serve)
         try:
             yield engine
         finally:
@@ -223,32 +243,37 @@ class _Connection:
         return Reply(pieces=(text,))
 
     async def _act(self, act: Act) -> bool:
-        goes_on = False
-        finished = False
+        goes_on = finished = False
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._watch, tasks.cancel_scope)
-            match act:
-                case Reply():
-                    goes_on = await self._reply(act)
-                case Stream():
-                    goes_on = await self._stream(act)
-                case Flood():
-                    goes_on = await self._flood(act)
-                case Silent():
-                    await anyio.sleep_forever()
-                case Die():
-                    await self.stream.send(act.sent)
-                    await self._die(reset=act.reset)
-                case Raw():
-                    await self.stream.send(act.sent)
-                    goes_on = True
-                case _:
-                    raise AssertionError(act)
-            finished = True
+            with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
+                goes_on = await self._perform(act)
+                finished = True
             tasks.cancel_scope.cancel()
         if not finished:
             self.engine.left += 1
-        return goes_on and finished
+        return goes_on
+
+    async def _perform(self, act: Act) -> bool:
+        """Do it; whether the connection goes on afterwards."""
+        match act:
+            case Reply():
+                return await self._reply(act)
+            case Stream():
+                return await self._stream(act)
+            case Flood():
+                return await self._flood(act)
+            case Silent():
+                await anyio.sleep_forever()
+            case Die():
+                await self.stream.send(act.sent)
+                await self._die(reset=act.reset)
+            case Raw():
+                await self.stream.send(act.sent)
+                return True
+            case _:
+                raise AssertionError(act)
+        return False
 
     async def _watch(self, scope: anyio.CancelScope) -> None:
         """Cancel what is done for a client who leaves."""
