@@ -131,3 +131,7 @@ async def drain(hub: Hub, servers: list[asyncio.AbstractServer], signals: Signal
     emptied.cancel()
     hurried.cancel()
     hub.stop()
+
+
+if __name__ == "__main__":
+    main()

@@ -230,15 +230,15 @@ class Rig:
         routes = {model: found for model, found in self.routes.items() if found}
         self.hub.swap(RouteTable(names=dict(self.names), routes=routes))
 
-    async def connect(self) -> Wire:
-        """A new client."""
-        wire = Wire(*await asyncio.open_connection("127.0.0.1", self.port))
+    async def connect(self, port: int | None = None) -> Wire:
+        """A new client, of this gateway or of one in another process."""
+        wire = Wire(*await asyncio.open_connection("127.0.0.1", self.port if port is None else port))
         self._wires.append(wire)
         return wire
 
-    async def ask(self, data: bytes | None = None) -> Answer:
+    async def ask(self, data: bytes | None = None, *, port: int | None = None) -> Answer:
         """One request on a connection of its own."""
-        wire = await self.connect()
+        wire = await self.connect(port)
         await wire.send(request(chat()) if data is None else data)
         answer = await wire.answer()
         wire.leave()
