@@ -70,8 +70,9 @@ class Watch:
         self._silence_s = silence_s
         self._ledger = ledger
         self._busy = False
-        self._logged_in = False
-        self._failures = 0
+        self._created: set[int] = set()
+        self._retried = False
+        self._pause_s = BACKOFF_MIN_S
         self._error: StoreError | None = None
         self._dead = ""
         self.heard_s = 0.0
@@ -126,6 +127,7 @@ class Watch:
     async def _stream(self, member: str) -> _End:
         """Follow one stream until it ends or must be taken for dead."""
         caller, self._dead, self._busy = self._caller, "", False
+        self._created.clear()
         try:
             failure = await caller.log_in(member)
             if failure is not None:
@@ -162,45 +164,69 @@ class Watch:
         """After a stream has failed: see to what the next one needs, or that there is none."""
         caller = self._caller
         match failure.verdict:
-            case Verdict.LOGIN if caller.has_login and not self._logged_in:
-                self._logged_in = True
+            case Verdict.LOGIN if caller.has_login and not self._retried:
+                self._retried = True
+            case Verdict.DENIED if not self._retried:
+                self._error = await self._judge_rights()
             case Verdict.LOGIN | Verdict.DENIED:
-                self._error = Denied(f"watching {', '.join(self._prefixes)}: {caller.denial(failure)}")
+                self._error = self._denied(caller.denial(failure))
             case Verdict.COMPACTED:
                 self._error = Compacted(0)
             case _:
                 self._ledger.restarts += 1
                 caller.members.failed(member, anyio.current_time())
-                if self._failures == 0:
+                if self._pause_s == BACKOFF_MIN_S:
                     log.warning(
                         "a watch ended, going on elsewhere", extra={"fields": {"member": member, "why": failure.why}}
                     )
-                pause_s = min(BACKOFF_MIN_S * 2**self._failures, BACKOFF_MAX_S)
-                self._failures += 1
-                await anyio.sleep(pause_s * (0.5 + 0.5 * caller.jitter()))
+                await anyio.sleep(self._pause_s * (0.5 + 0.5 * caller.jitter()))
+                self._pause_s = min(2 * self._pause_s, BACKOFF_MAX_S)
+
+    async def _judge_rights(self) -> Denied | None:
+        """Whether we are denied, or only our login was lost, which etcd 3.5.1 tells of a watch in the same words."""
+        try:
+            for prefix in self._prefixes:
+                await self._probe(prefix)
+        except Denied as denied:
+            return self._denied(str(denied))
+        except StoreError as error:
+            log.debug("can't tell yet whether a watch is denied: %s", error)
+        else:
+            self._retried = True
+        return None
+
+    def _denied(self, why: str) -> Denied:
+        return Denied(f"watching {', '.join(self._prefixes)}: {why}")
+
+    async def _probe(self, prefix: str) -> wire.Header:
+        """Where the store stands, by a linearizable read of what is watched; it also renews a lost login."""
+        request = wire.range_request(prefix, prefix=prefix.endswith("/"), limit=1)
+        return (await self._caller.call(wire.RANGE, request, wire.RANGE_REPLY, again=True)).header
 
     # --- is it alive? ---
 
     async def _guard(self, member: str, scope: anyio.CancelScope) -> None:
         """Cancel `scope` once the stream must be taken for dead; `_dead` says why."""
         opened_s, misses = anyio.current_time(), 0
+        made_by_s = opened_s + self._caller.connect_s + self._caller.read_s
         probe_s = self._silence_s / PROBES_PER_SILENCE
-        while True:
-            quiet_s = 0.0 if self._busy else anyio.current_time() - max(self.heard_s, opened_s)
-            if self._ledger.progress_seen:
-                if quiet_s >= self._silence_s:
-                    self._dead = f"silent for {self._silence_s:g} s"
-                    break
-                await anyio.sleep(self._silence_s - quiet_s)
-                continue
-            if quiet_s < probe_s or await self._answers(member, within_s=probe_s / 2):
-                misses = 0
+        while misses < PROBE_MISSES:
+            now_s = anyio.current_time()
+            heard_s = now_s if self._busy else max(self.heard_s, opened_s)
+            wake_s = now_s + probe_s
+            if now_s >= made_by_s and not self._busy and len(self._created) < len(self._prefixes):
+                self._dead = f"it made {len(self._created)} of {len(self._prefixes)} watches"
+                break
+            if not self._ledger.progress_seen:
+                answers = now_s < heard_s + probe_s or await self._answers(member, within_s=probe_s / 2)
+                misses = 0 if answers else misses + 1
+            elif now_s >= heard_s + self._silence_s:
+                self._dead = f"silent for {self._silence_s:g} s"
+                break
             else:
-                misses += 1
-                if misses == PROBE_MISSES:
-                    self._dead = "silent, and it does not say that it has a leader"
-                    break
-            await anyio.sleep(probe_s)
+                wake_s = min(wake_s, heard_s + self._silence_s)
+            await anyio.sleep_until(wake_s)
+        self._dead = self._dead or "silent, and it does not say that it has a leader"
         scope.cancel()
 
     async def _answers(self, member: str, *, within_s: float) -> bool:
@@ -261,9 +287,11 @@ class Watch:
         if (end := await self._judge_header(index, result.header)) is not None:
             return end
         if result.created:
-            self._logged_in = False
+            self._created.add(index)
+            if len(self._created) == len(self._prefixes):
+                self._retried = False
             return None
-        self._failures = 0
+        self._pause_s = BACKOFF_MIN_S
         if result.events:
             events = wire.events(result, from_revision=self._next[index])
             if events:
@@ -281,19 +309,18 @@ class Watch:
         if header.raft_term >= caller.raft_term and header.revision >= seen:
             caller.raft_term = header.raft_term
             return None
-        request = wire.range_request(prefix, prefix=prefix.endswith("/"), limit=1)
         try:
-            reply = await caller.call(wire.RANGE, request, wire.RANGE_REPLY, again=True)
+            store = await self._probe(prefix)
         except Denied as denied:
             return denied
         except StoreError as error:
             return _gone(f"it seems to be behind: {error}")
-        if reply.header.revision < seen:
-            return WentBack(seen=seen, got=reply.header.revision)
+        if store.revision < seen:
+            return WentBack(seen=seen, got=store.revision)
         term = caller.raft_term
-        if reply.header.raft_term < term:
-            caller.raft_term = reply.header.raft_term
-            return WentBack(seen=term, got=reply.header.raft_term, what="raft term")
+        if store.raft_term < term:
+            caller.raft_term = store.raft_term
+            return WentBack(seen=term, got=store.raft_term, what="raft term")
         if header.raft_term < term:
             return _gone(f"its raft term {header.raft_term} is below {term}")
         return None

@@ -164,7 +164,7 @@ class EtcdProxy:
                 case Act.LOSE:
                     pass
         headers = {"Authorization": token.group(1).decode()} if token else {}
-        headers["Grpc-Metadata-hasleader"] = "true"
+        headers |= {"Grpc-Metadata-hasleader": "true", "Connection": "close"}
         try:
             if path == WATCH and rule is None:
                 await self._watch(stream, body, headers)

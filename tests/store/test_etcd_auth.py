@@ -139,16 +139,23 @@ async def test_a_compare_needs_to_read_the_key_it_compares(secure: Etcd) -> None
             await store.txn([], [GetOp(key="/llmgw/spec/keys/", prefix=True)])
 
 
+async def watch_out(store: EtcdStore, prefixes: list[str], revision: int) -> None:
+    """Read a watch to its end, which is an error."""
+    with anyio.fail_after(WAIT_S):
+        async with store.watch(prefixes, from_revision=revision) as batches:
+            async for _ in batches:
+                pass
+
+
 async def test_a_wider_watch_or_listing_than_granted_is_denied_at_once(secure: Etcd) -> None:
     async with as_user(secure, AGENT) as store:
         good = ["/llmgw/plan/assignments/gpu-1/", "/llmgw/plan/engines/", "/llmgw/plan/fleet", "/llmgw/meta/"]
+        revision = (await store.list(good)).revision
         for wide in ("/llmgw/", "/llmgw/plan/", "/llmgw/plan/assignments/", "/llmgw/plan/assignments/gpu-10/"):
             with pytest.raises(Denied):
                 await store.list([wide])
-            with anyio.fail_after(WAIT_S), pytest.raises(Denied, match=wide):
-                async with store.watch([*good, wide], from_revision=1) as batches:
-                    await anext(batches)
-        revision = (await store.list(good)).revision
+            with pytest.raises(Denied, match=wide):
+                await watch_out(store, [*good, wide], revision)
         async with as_user(secure, CONTROLLER) as leader, store.watch(good, from_revision=revision + 1) as batches:
             written = await put(leader, "/llmgw/plan/assignments/gpu-1/m-aaaaa.0")
             await put(leader, "/llmgw/plan/assignments/gpu-10/m-aaaaa.0")
@@ -220,11 +227,12 @@ async def test_a_wrong_password_ends_the_waiting(secure: Etcd, tmp_path: Path) -
 
 
 async def test_no_user_where_one_is_needed(secure: Etcd) -> None:
-    async with as_user(secure, None) as store:
+    async with as_user(secure, None) as store, as_user(secure, OPERATOR) as operator:
+        revision = (await operator.list(["/llmgw/meta/"])).revision
         with pytest.raises(Denied, match=r"etcd\.user and etcd\.password_file"):
             await store.get("/llmgw/meta/store")
         with anyio.fail_after(WAIT_S), pytest.raises(Denied, match=r"etcd\.user"):
-            async with store.watch(["/llmgw/meta/"], from_revision=1) as batches:
+            async with store.watch(["/llmgw/meta/"], from_revision=revision) as batches:
                 await anext(batches)
 
 
@@ -336,8 +344,8 @@ SCRIPT = """
 
     async def main():
         async with open_etcd(EtcdConfig(endpoints=(sys.argv[1],))) as store:
-            await store.get("/t/a")
-            async with store.watch(["/t/"], from_revision=1) as batches:
+            revision = (await store.list(["/t/"])).revision
+            async with store.watch(["/t/"], from_revision=revision + 1) as batches:
                 await anext(batches)
                 raise SystemExit(7)
 

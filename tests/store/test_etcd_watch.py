@@ -273,6 +273,18 @@ async def test_prefixes_share_one_stream(lively3: Etcd) -> None:
         assert proxy.count(WATCH) == 1
 
 
+async def test_however_many_prefixes_each_is_watched(lively3: Etcd) -> None:
+    """Etcd's gateway loses a part of such a request if it begins to answer before it has read it all."""
+    async with client(*lively3.endpoints) as store:
+        prefixes = [f"/t/some/rather/long/prefix/{n}/" for n in range(30)]
+        for n in range(10):
+            revision = await put(store, prefixes[-1] + "a", b"%d" % n)
+            async with store.watch(prefixes, from_revision=revision) as batches:
+                (event,) = await events_until(batches, revision)
+            assert event.value == b"%d" % n
+        assert store.stats().watch_restarts == 0
+
+
 async def test_the_end_of_one_watch_disturbs_nobody(lively3: Etcd) -> None:
     async with client(*lively3.endpoints) as store, client(*lively3.endpoints[1:]) as other:
         start = await put(other, "/t/a", b"0")
