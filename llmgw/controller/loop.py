@@ -22,7 +22,7 @@ from llmgw.core.plan import Plan, Settings, View
 from llmgw.core.reconcile import due, reconcile
 from llmgw.core.record import Leader
 from llmgw.core.snapshot import Dirty, Index
-from llmgw.core.units import Now
+from llmgw.core.units import Now, stepped_s
 from llmgw.errors import Conflict, LostTerm, StoreError, WentBack
 from llmgw.obs.clock import WallClock, now
 from llmgw.obs.status import ControllerStatus
@@ -41,6 +41,10 @@ STAND_AGAIN_S: Final = 3.0
 
 REJECTED_PAUSE_S: Final = 5.0
 """Pause after a pass that held groups no transaction takes: deciding the same again at once would be a hot loop."""
+
+STEP_S: Final = 1.0
+"""A wall clock that moved so much against the monotonic one has stepped: backoffs and `since_at` are by the wall clock,
+their timers are not, so everything is looked at."""
 
 log = logging.getLogger(__name__)
 
@@ -164,6 +168,7 @@ class Reign:
         self._earliest_s = 0.0
         self._resets = dict(mirror.resets)
         self._meta_rev = 0
+        self._moment: Now | None = None
 
     async def run(self) -> None:
         """Passes until cancelled. Raises: LostTerm; StoreError when a restored store could not be marked as one."""
@@ -229,6 +234,8 @@ class Reign:
             await self._judge()
             if self._same_store and self._mirror.revision >= head_rev:
                 return
+            if self._has_our_election and self._mirror.revision >= self._meta_rev and not self._same_store:
+                self._mirror.start_over()  # it followed two stores as if they were one
             await self._mirror.wait_changed(changes)
 
     @property
@@ -238,8 +245,14 @@ class Reign:
 
     @property
     def _same_store(self) -> bool:
+        """Revisions of two stores may be the same by chance; the incarnation's name is not."""
         meta = self._mirror.index.meta
-        return self._has_our_election and meta is not None and meta.mod_revision == self._meta_rev
+        return (
+            self._has_our_election
+            and meta is not None
+            and meta.mod_revision == self._meta_rev
+            and self._mirror.incarnation == self._high_water.incarnation
+        )
 
     async def _judge(self) -> None:
         """Whether this is still the store that the term began with. Raises: LostTerm.
@@ -321,7 +334,9 @@ class Reign:
         dirty, self._dirty = self._dirty, Dirty()
         _add(dirty, self._mirror.index.take_dirty())
         _add(dirty, due(self._wake_mono_s, now=moment))
-        if moment.mono_s >= self._full_s:
+        stepped = self._moment is not None and abs(stepped_s(self._moment, moment)) > STEP_S
+        self._moment = moment
+        if moment.mono_s >= self._full_s or stepped:
             dirty.everything = True
         return dirty
 

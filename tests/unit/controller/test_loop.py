@@ -82,6 +82,7 @@ class Controller:
         self.status = ControllerStatus(leader=self.identity, renew_within_s=5)
         self._decide, self._config = decide, config
         self.scope = anyio.CancelScope()
+        self.wall_step_s = 0.0
 
     async def run(self) -> None:
         with self.scope:
@@ -89,7 +90,7 @@ class Controller:
                 self.store,
                 self._config,
                 identity=self.identity,
-                wall=lambda: 1_800_000_000 + anyio.current_time(),
+                wall=lambda: 1_800_000_000 + anyio.current_time() + self.wall_step_s,
                 ids=CountedIds(self.name),
                 jitter=lambda: 0.5,
                 status=self.status,
@@ -342,6 +343,20 @@ def test_everything_is_looked_at_every_ten_minutes() -> None:
         assert [round(later - earlier) for earlier, later in zip(decide.times, decide.times[1:], strict=False)] == [
             600
         ] * 3
+
+    in_world(scene)
+
+
+def test_a_stepped_wall_clock_makes_the_next_pass_a_full_one() -> None:
+    async def scene(world: World) -> None:
+        decide = Scripted()
+        one = world.start("a", decide)
+        await anyio.sleep(5)
+        for step_s in (0.0, 0.0, -900.0, 0.0):
+            one.wall_step_s += step_s
+            await world.model("m")
+            await anyio.sleep(5)
+        assert [dirty.everything for dirty in decide.dirty] == [True, False, False, True, False]
 
     in_world(scene)
 
