@@ -240,7 +240,7 @@ class _Before:
             ordered = any(order is not None and order.desired is Desired.STOPPED for order in orders)
             ordered = ordered or (row is not None and row.corrupt is not None)
             failing = report.phase is ShardPhase.STOPPING and report.reason
-            if report.phase in _ENDS and not ordered and not failing:
+            if report.phase in _ENDS and was.phase not in _ENDS and not ordered and not failing:
                 what = f"{name} went from {was.phase.value} to {report.phase.value} without an order"
                 yield Violation(number=5, what=what)
 

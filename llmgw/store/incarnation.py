@@ -34,6 +34,11 @@ class HighWater:
         self._incarnation = ""
         self._revision = 0
 
+    @property
+    def incarnation(self) -> str:
+        """The store these revisions are of; empty while unknown."""
+        return self._incarnation
+
     def mark(self) -> int:
         """What a call sent now can't answer less than."""
         return self._revision

@@ -129,6 +129,7 @@ class _Watch:
         self._next_revision = max(from_revision, 2)  # an empty store stands at 1
         self._progress_s = progress_s
         self._among = among
+        self._term = 0
         self._went_back: WentBack | None = None
         self._wake = anyio.Event()
         self.heard_s = 0.0
@@ -171,6 +172,8 @@ class _Watch:
     def restored(self, revision: int) -> None:
         if self._next_revision > revision + 1:
             self._went_back = WentBack(seen=self._next_revision - 1, got=revision)
+        elif self._cluster.term < self._term:
+            self._went_back = WentBack(seen=self._term, got=self._cluster.term, what="raft term")
 
     def wake(self) -> None:
         self._wake.set()
@@ -181,6 +184,7 @@ class _Watch:
     def _take(self) -> Batch | None:
         """The next batch of events; word of progress when one is due; else None. Raises Compacted, WentBack."""
         revision = self._cluster.revision
+        self._term = self._cluster.term
         if self._went_back is not None:
             raise self._went_back
         while self._next_revision <= revision:

@@ -124,6 +124,8 @@ class MemoryCluster:
 
     def __init__(self) -> None:
         self.running = True
+        self.term = 2
+        """Of the store's own leader: grows with each of its elections, and starts again with a restore."""
         self._state = _State()
         self._lease_next = 0x6D656D0001  # outside the state: ids stay unique over a restore, as etcd's do
         self._watchers: dict[Watcher, None] = {}  # ordered, so that a seeded run repeats
@@ -158,11 +160,13 @@ class MemoryCluster:
     def start(self) -> None:
         """All members are back: watches go on where they were, every lease starts again at its full TTL."""
         self._renew_all()
+        self.term += 1
         self.running = True
 
     def elect(self) -> None:
         """Another member leads the store: every lease starts again at its full TTL."""
         self._settle()
+        self.term += 1
         self._renew_all()
 
     def snapshot(self) -> MemorySnapshot:
@@ -173,6 +177,7 @@ class MemoryCluster:
     def restore(self, snapshot: MemorySnapshot | None) -> None:
         """Become what `snapshot` holds; None wipes the store. Revisions go back, and watches that notice say so."""
         self._state = _State() if snapshot is None else snapshot.state()
+        self.term = 2
         for watcher in self._watchers:
             watcher.restored(self._state.revision)
         self._renew_all()

@@ -87,6 +87,11 @@ class Mirror:
         meta = self.index.meta
         return None if meta is None or meta.record is None else meta.record.incarnation
 
+    def start_over(self) -> None:
+        """List everything afresh: somebody knows that what is here is not of this store."""
+        if self._following is not None:
+            self._following.start_over("went_back")
+
     async def wait_ready(self) -> None:
         """Until the first whole listing is folded in."""
         while not self.ready:

@@ -29,8 +29,8 @@ from llmgw.testing.sim_fleet import Fleet, Process
 FAULTS_MIN: Final = 5
 """Fewest faults in a run."""
 
-GAP_S: Final = (5.0, 90.0)
-"""Between the beginnings of two faults."""
+GAPS_S: Final = ((5.0, 90.0), (5.0, 90.0), (1.0, 20.0))
+"""Between the beginnings of two faults; which of these it is in a run is drawn."""
 
 START_S: Final = 120.0
 """Start budget of every model here."""
@@ -114,12 +114,12 @@ class Storm:
     async def rage(self, first: Sequence[Fault], kinds: Sequence[Fault], *, for_s: float) -> None:
         """Faults for at least `for_s`, and at least `FAULTS_MIN` of them: one of `first`, then any of `kinds`."""
         until_s = anyio.current_time() + for_s
-        fault = self.random.choice(first)
+        fault, gap_s = self.random.choice(first), self.random.choice(GAPS_S)
         async with anyio.create_task_group() as tasks:
             while anyio.current_time() < until_s or self.faults < FAULTS_MIN:
                 self.faults += 1
                 tasks.start_soon(self._strike, fault)
-                await anyio.sleep(self.some(*GAP_S))
+                await anyio.sleep(self.some(*gap_s))
                 self.backups = [*self.backups[-5:], self.fleet.cluster.snapshot()]
                 fault = self.random.choice(kinds)
             tasks.cancel_scope.cancel()

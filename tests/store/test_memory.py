@@ -209,6 +209,29 @@ def test_a_restore_takes_revisions_back_and_brings_back_keys_and_leases() -> Non
     play(scenario)
 
 
+def test_a_restore_to_a_later_revision_is_told_by_the_raft_term_alone() -> None:
+    async def scenario(cluster: MemoryCluster, store: MemoryStore) -> None:
+        await put(store, "/old")
+        for _ in range(5):
+            await put(store, "/a")
+        backup = cluster.snapshot()
+        cluster.restore(None)
+        async with store.watch(["/"], from_revision=2) as unaware:
+            await put(store, "/b")
+            assert [event.key for event in await events_until(unaware, 2)] == ["/b"]
+            cluster.restore(backup)  # the same term as before: nothing shows it
+            assert [event.key for event in await events_until(unaware, 7)] == ["/a"] * 5
+        cluster.elect()
+        async with store.watch(["/"], from_revision=2) as aware:
+            await events_until(aware, 7)
+            cluster.restore(backup)
+            with pytest.raises(WentBack) as told:
+                await anext(aware)
+        assert (told.value.what, told.value.seen, told.value.got) == ("raft term", 3, 2)
+
+    play(scenario)
+
+
 def test_a_restore_while_stopped_waits_for_the_start() -> None:
     async def scenario(cluster: MemoryCluster, store: MemoryStore) -> None:
         lease = await store.grant(10)

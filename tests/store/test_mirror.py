@@ -139,6 +139,18 @@ def test_another_incarnation_means_listing_everything_again() -> None:
     play(scenario)
 
 
+def test_whoever_knows_better_has_it_listed_again() -> None:
+    async def scenario(store: MemoryStore, reflected: Mirror) -> None:
+        reflected.start_over()  # nothing is followed yet
+        await reflected.wait_ready()
+        reflected.start_over()
+        with anyio.fail_after(5):
+            await reflected.wait_changed(1)
+        assert reflected.resets == {"start": 1, "went_back": 1}
+
+    play(scenario)
+
+
 def test_a_restored_store_takes_the_mirror_back() -> None:
     async def scenario(store: MemoryStore, reflected: Mirror) -> None:
         await commit(store, write(META, StoreMeta(incarnation="one")))
