@@ -92,6 +92,7 @@ def test_inv1_a_gpu_in_two_live_claims() -> None:
     assert said(broken(c, *one, *two)) == "invariant 1: GPU-1 on n1 is claimed by m-aaaaa and m-bbbbb"
     c.meddle((Kind.REPLICA, "m-ccccc", None))
     c.spoil(Kind.REPLICA, "m-ccccc")
+    c.spoil(Kind.MODEL_STATE, "never-read")
     assert said(check(c.index)) == "invariant 1: GPU-1 on n1 is claimed by m-aaaaa and m-bbbbb"
 
 
