@@ -51,6 +51,8 @@ class Machine:
         self.shards: dict[str, Shard] = {}
         self._ports = Ports(config.engine_ports, rest_s=config.port_rest_s)
         self._memory_bytes: int | None = None
+        self._confirmed = False
+        """Whether the store's orders were read since the agent came up."""
         self._dirty = False
         self._out: list[Instruction] = []
         self._now = Now(wall_s=0.0, mono_s=0.0)
@@ -84,7 +86,7 @@ class Machine:
         order = shard.order
         if order is None:
             raise InvariantError(5, f"{shard.name} waits to be started without an order")
-        problem = room_problem(shard, self.shards.values(), memory_bytes=self._memory_bytes)
+        problem = room_problem(shard, self.shards.values(), memory_bytes=self._memory_bytes, confirmed=self._confirmed)
         used = {other.port for other in self.shards.values() if other.port is not None}
         port = self._ports.choose(used, self._now) if shard.port is None else shard.port
         if problem is None and port is None:

@@ -13,13 +13,18 @@ from llmgw.core.units import format_bytes
 from llmgw_agent.shard import ALIVE, GOING, Shard, Stage
 
 
-def room_problem(shard: Shard, shards: Iterable[Shard], *, memory_bytes: int | None) -> str | None:
-    """Why `shard` has to wait, in words; None when it may start. `memory_bytes` None: unknown, no reason to wait."""
+def room_problem(shard: Shard, shards: Iterable[Shard], *, memory_bytes: int | None, confirmed: bool) -> str | None:
+    """Why `shard` has to wait, in words; None when it may start.
+
+    `memory_bytes` None: unknown, no reason to wait. `confirmed`: the store's orders were read since the agent came up;
+    before that, saved orders may contradict one another, so nothing starts beyond what there is.
+    """
     if shard.order is None:
         return None
     claim = shard.order.claim
     alive = [o for o in shards if o is not shard and (o.stage in ALIVE or o.stage is Stage.LAUNCHING)]
-    going = [o for o in alive if (o.stage in GOING and o.after is not Stage.WAITING) or not o.assigned]
+    unsure = not confirmed or not shard.assigned
+    going = [o for o in alive if unsure or not o.assigned or (o.stage in GOING and o.after is not Stage.WAITING)]
     wanted = {gpu.uuid for gpu in claim.gpus}
     for other in going:
         held = wanted & {gpu.uuid for gpu in other.order.claim.gpus} if other.order is not None else set()

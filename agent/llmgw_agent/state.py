@@ -58,6 +58,7 @@ class SavedState(Record, frozen=True, kw_only=True):
     """The file. `data`, `boot_id`: device:inode of the lock file, and the boot, it was written under.
 
     `lease`: of the session held last, 0 for none. `resting`: port -> when its shard was gone, Unix seconds.
+    `memory_bytes`: what the node had for engines, None when unknown; good until it is looked at again.
     """
 
     format: int = STATE_FORMAT
@@ -67,6 +68,7 @@ class SavedState(Record, frozen=True, kw_only=True):
     lease: int = 0
     shards: tuple[SavedShard, ...] = ()
     resting: dict[int, float] = {}
+    memory_bytes: int | None = None
 
 
 def _decode(kind: type, value: object) -> object:

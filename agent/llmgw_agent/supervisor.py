@@ -83,6 +83,7 @@ class Supervisor(Machine):
             lease=self.lease,
             shards=tuple(shard.save() for _, shard in sorted(self.shards.items())),
             resting=self._ports.saved(),
+            memory_bytes=self._memory_bytes,
         )
 
     def wake_mono_s(self) -> float | None:
@@ -125,6 +126,7 @@ class Supervisor(Machine):
                 self._dirty = self._dirty or lease != self.lease
                 self.lease = lease
             case ev.MemoryKnown(memory_bytes=memory_bytes):
+                self._dirty = self._dirty or memory_bytes != self._memory_bytes
                 self._memory_bytes = memory_bytes
             case ev.StateNotSaved():
                 self._save_mono_s = self._now.mono_s + SAVE_AGAIN_S
@@ -142,6 +144,7 @@ class Supervisor(Machine):
             self._ports.rest_all(self._now)
         if event.saved is not None:
             self.lease = event.saved.lease
+            self._memory_bytes = event.saved.memory_bytes
             self._ports.restore(event.saved.resting, self._now)
         for shard in restore(event, boot_id=self._boot_id, now=self._now, config=self._config):
             self.shards[shard.name] = shard
@@ -149,6 +152,7 @@ class Supervisor(Machine):
 
     def _label(self, orders: Mapping[str, ev.Order]) -> None:
         """Know which shards are ordered, and by what. A key that can't be read is still there."""
+        self._confirmed = True
         for name, shard in sorted(self.shards.items()):
             order = orders.get(name)
             before = (shard.assigned, shard.order_rev, shard.order)

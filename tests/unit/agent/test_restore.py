@@ -68,6 +68,23 @@ def test_after_a_reboot_it_starts_again_without_the_store(ready: Bench) -> None:
     assert len(ready.starts) == 2
 
 
+def test_after_a_reboot_saved_orders_that_contradict_one_another_start_no_more_than_fits() -> None:
+    bench = Bench()
+    bench.tell(ev.Restored(saved=None, found=()), ev.MemoryKnown(memory_bytes=10 * 10**9))
+    old, new = assignment(memory_bytes=8 * 10**9), assignment("m-bbbbb", memory_bytes=8 * 10**9)
+    bench.see((7, old))
+    bench.run(2)
+    bench.see((9, new))  # a restored store; it knows nothing of the old one, which runs unassigned
+    bench.run(2)
+    bench.restart(boot="boot-2")
+    bench.run(30)
+    assert len(bench.starts) == 2  # before and after the reboot, one each
+    assert "still held" in bench.report("m-bbbbb.0").reason
+    bench.see((9, new), (11, stopped(old)))
+    bench.run(30)
+    assert bench.report("m-bbbbb.0").phase is ShardPhase.READY
+
+
 def test_after_a_reboot_what_was_to_stop_stays_stopped(ready: Bench) -> None:
     ready.engines[SHARD].busy = 1
     ready.see((9, stopped(assignment())))
