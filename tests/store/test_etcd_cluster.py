@@ -11,11 +11,11 @@ import pytest
 from llmgw.config import EtcdConfig
 from llmgw.core.record import Leader, StoreMeta
 from llmgw.core.snapshot import Kind, Ref
-from llmgw.errors import NotApplied, OutcomeUnknown, TooLarge, Unavailable
+from llmgw.errors import Compacted, NotApplied, OutcomeUnknown, TooLarge, Unavailable
 from llmgw.store import codec, keys
 from llmgw.store.election import lead
 from llmgw.store.etcd import EtcdStore, open_etcd, wait_until_reachable
-from llmgw.store.port import Event, PutOp, Store, absent
+from llmgw.store.port import DeleteOp, Event, Listing, PutOp, Store, absent
 from llmgw.testing.conformance import events_until, put
 from llmgw.testing.etcd import Etcd
 from llmgw.testing.etcd_proxy import Act, EtcdProxy, etcd_proxy
@@ -348,6 +348,48 @@ async def test_a_slow_call_does_not_hold_up_a_keepalive(etcd: Etcd) -> None:
                         await anyio.sleep(0.02)
                     assert await store.keepalive(lease.id) == 60
                 tasks.cancel_scope.cancel()
+
+
+# --- a listing in pages ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("then", ["written", "compacted"])
+async def test_a_listing_of_many_pages_is_of_one_revision(etcd: Etcd, then: str) -> None:
+    async with one_faulty(etcd, read_timeout_s=WAIT_S) as (proxy, store), client(*etcd.endpoints) as other:
+        keys_ = [f"/t/{n:05}" for n in range(1500)]
+        for first in range(0, len(keys_), 100):
+            result = await other.txn([], [PutOp(key=key, value=b"old") for key in keys_[first : first + 100]])
+        listings: list[Listing | Compacted] = []
+
+        async def list_all() -> None:
+            try:
+                listings.append(await store.list(["/t/"]))
+            except Compacted as error:
+                listings.append(error)
+
+        async with anyio.create_task_group() as tasks:
+            with (
+                anyio.fail_after(WAIT_S),
+                proxy.fault("/v3/kv/range", Act.HOLD, times=1) as page1,
+                proxy.fault("/v3/kv/range", Act.HOLD, times=1) as page2,
+            ):
+                tasks.start_soon(list_all)
+                page1.release()
+                await page2.hit.wait()
+                await put(other, keys_[-1], b"new")
+                last = (await other.txn([], [DeleteOp(key=keys_[-2])])).revision
+                if then == "compacted":
+                    async with etcd.client() as http:
+                        await http.post(f"{etcd.endpoints[0]}/v3/kv/compaction", json={"revision": last})
+                page2.release()
+        (found,) = listings
+        if then == "compacted":
+            assert isinstance(found, Compacted)
+        else:
+            assert isinstance(found, Listing)
+            assert found.revision == result.revision
+            assert [item.key for item in found.items] == keys_
+            assert {item.value for item in found.items} == {b"old"}
 
 
 # --- too big for one transaction ------------------------------------------------------------------------------
