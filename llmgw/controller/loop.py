@@ -173,6 +173,7 @@ class Reign:
     async def run(self) -> None:
         """Passes until cancelled. Raises: LostTerm; StoreError when a restored store could not be marked as one."""
         committer = await self._begin()
+        await self._look_afresh()
         while True:
             await anyio.lowlevel.checkpoint()
             await self._caught_up(committer.head_rev)
@@ -223,6 +224,18 @@ class Reign:
                 return found, True
             return found, False
 
+    async def _look_afresh(self) -> None:
+        """List everything once at the beginning of a reign. Raises: LostTerm.
+
+        The mirror of one who stood by may lack what its watch lost (some etcd releases do), or have followed two stores
+        as if they were one, and no revision would tell. While leading, all of plan/ is our own writing.
+        """
+        listed = sum(self._mirror.resets.values())
+        while sum(self._mirror.resets.values()) == listed:
+            changes = self._mirror.changes
+            self._mirror.start_over()
+            await self._mirror.wait_changed(changes)
+
     async def _caught_up(self, head_rev: int) -> None:
         """Until the mirror has applied our own election, the store's incarnation, and the head. Raises: LostTerm.
 
@@ -232,7 +245,8 @@ class Reign:
         while True:
             changes = self._mirror.changes
             await self._judge()
-            if self._same_store and self._mirror.revision >= head_rev:
+            head = self._mirror.index.head
+            if self._same_store and (0 if head is None else head.mod_revision) >= head_rev:
                 return
             if self._has_our_election and self._mirror.revision >= self._meta_rev and not self._same_store:
                 self._mirror.start_over()  # it followed two stores as if they were one

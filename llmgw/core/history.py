@@ -10,11 +10,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
+from llmgw.core.catalog import ModelSpec, NodeSpec
 from llmgw.core.invariants import Violation, check, claimed_bytes
 from llmgw.core.inventory import live_shard, node_inventory
 from llmgw.core.lifecycle import is_frozen, is_live
 from llmgw.core.liveness import LOST_PERIOD_S, LOST_SHARE
 from llmgw.core.node import Liveness
+from llmgw.core.record import Record
 from llmgw.core.replica import (
     Assignment,
     Claim,
@@ -36,6 +38,10 @@ HOLDS: Final = frozenset({ShardPhase.STARTING, ShardPhase.READY, ShardPhase.DRAI
 """Phases in which processes may be there, so that memory and GPUs are held."""
 
 
+WISHES_COMMITS: Final = 16
+"""For how many commits what people wanted before counts: a pass is cut into several, and all rest on its beginning."""
+
+
 @dataclass
 class Checker:
     """Follows a tree revision by revision and says what each one broke.
@@ -51,9 +57,14 @@ class Checker:
     stale: set[str] = field(default_factory=set)
     """Shards whose reports were made in a history that is gone: what their nodes say next may be anything."""
 
+    wishes: list[tuple[int, Ref, Record | None]] = field(default_factory=list)
+    """What people wanted until lately: (commits of the head when they changed it, where, what it was). A leader's
+    decision may rest on it, since nothing but the head is compared when it is committed."""
+
     def reset(self, changes: Iterable[Change], *, revision: int) -> list[Violation]:
         """Another store, or one whose history is unknown: take it as it is."""
         self.index = Index()
+        self.wishes = []
         self.index.reset(changes, revision=revision)
         self.index.revision = revision
         self.stale = set(self.index.reports)
@@ -62,6 +73,7 @@ class Checker:
     def advance(self, changes: Iterable[Change], *, revision: int) -> list[Violation]:
         """Fold in the changes of one revision; what it broke. The state afterwards is checked as well."""
         happened = list(changes)
+        self._note_wishes(happened)
         before = _Before(self.index, happened)
         self.index.apply(happened, revision=revision)
         found: list[Violation] = []
@@ -69,11 +81,40 @@ class Checker:
             found += before.fence(self.index) if self.fenced else ()
             found += before.restored(self.index)
             found += before.claims(self.index)
-            found += before.retired(self.index)
+            found += before.retired(self.index, _Wishes(self.index, self.wishes))
             found += before.liveness(self.index)
         found += before.reports(self.index, stale=self.stale, stops_on_exit=self.stops_on_exit)
         self.stale -= before.reported.keys()
         return [*found, *check(self.index, around=[change.ref for change in happened])]
+
+    def _note_wishes(self, changes: list[Change]) -> None:
+        commits = _commits(self.index)
+        self.wishes = [wish for wish in self.wishes if wish[0] >= commits - WISHES_COMMITS]
+        for change in changes:
+            if change.ref.kind in (Kind.MODEL, Kind.NODE_SPEC):
+                row = self.index.row(change.ref)
+                # Before something was wanted for the first time nobody could decide about it.
+                if row is not None or any(ref == change.ref for _, ref, _ in self.wishes):
+                    self.wishes.append((commits, change.ref, None if row is None else row.record))
+
+
+class _Wishes:
+    """What people want now or wanted until lately, of one model or node."""
+
+    def __init__(self, index: Index, wishes: list[tuple[int, Ref, Record | None]]) -> None:
+        self._index, self._wishes = index, wishes
+
+    def models(self, name: str) -> list[ModelSpec | None]:
+        """None for a time when the catalog had no such model."""
+        ref = Ref(Kind.MODEL, name)
+        lately = [record for _, at, record in self._wishes if at == ref]
+        return [self._index.models.record(name), *(one if isinstance(one, ModelSpec) else None for one in lately)]
+
+    def drains(self, node: str) -> bool:
+        """Whether the node was to be drained."""
+        ref = Ref(Kind.NODE_SPEC, node)
+        lately = [record for _, at, record in self._wishes if at == ref]
+        return any(isinstance(one, NodeSpec) and one.drain for one in (self._index.node_specs.record(node), *lately))
 
 
 class _Before:
@@ -187,7 +228,7 @@ class _Before:
         if self.restoring and self._restoring(after) and where in self.orders and where not in after.reports:
             yield Violation(number=3, what=f"{name} was placed before all nodes had reported to the restored store")
 
-    def retired(self, after: Index) -> Iterator[Violation]:
+    def retired(self, after: Index, wishes: _Wishes) -> Iterator[Violation]:
         """6: whatever leaves routing has a reason that holds, and something else serves."""
         for name, old in self.replicas.items():
             new = after.replicas.record(name)
@@ -195,12 +236,12 @@ class _Before:
                 continue
             if self.restoring and self._restoring(after):
                 yield Violation(number=6, what=f"{name} was retired before all nodes had reported")
-            elif new is not None and not _justified(after, new):
+            elif new is not None and not _justified(after, wishes, new):
                 why = "nothing" if new.retire is None else new.retire.value
                 yield Violation(number=6, what=f"{name} was retired for {why}, which does not hold")
         for model, count in self.routes.items():
-            spec = after.models.record(model)
-            if count == 0 or _routable(after, model) or spec is None or spec.scaling.min == 0:
+            unwanted = any(spec is None or spec.scaling.min == 0 for spec in wishes.models(model))
+            if count == 0 or _routable(after, model) or unwanted:
                 continue
             gone = [after.replicas.record(name) for name, old in self.replicas.items() if old and old.model == model]
             if not any(each is None or each.retire in _MAY_EMPTY for each in gone):
@@ -257,7 +298,7 @@ _MAY_EMPTY: Final = frozenset({Retire.ROLLED, Retire.FAILED, Retire.UNKNOWN})
 """Why the last route of a wanted model may go: it failed, or a rollout has no room for two."""
 
 
-def _justified(index: Index, replica: Replica) -> bool:
+def _justified(index: Index, wishes: _Wishes, replica: Replica) -> bool:
     """Whether the reason a replica was retired for is true of the tree."""
     states = [index.node_states.record(shard.node) for shard in replica.shards]
     names = [f"{shard.node}/{replica.id}.{shard.rank}" for shard in replica.shards]
@@ -271,17 +312,19 @@ def _justified(index: Index, replica: Replica) -> bool:
         case Retire.REPLACED:
             return any(state is not None and state.liveness is Liveness.LOST for state in states)
         case Retire.DRAINED:
-            specs = [index.node_specs.record(shard.node) for shard in replica.shards]
-            return any(spec is not None and spec.drain for spec in specs)
+            return any(wishes.drains(shard.node) for shard in replica.shards)
         case Retire.MODEL_REMOVED:
-            return replica.model not in index.models
+            return None in wishes.models(replica.model)
         case None:
             return False
         case _:  # scale_down, cancelled: enough others are left
-            spec = index.models.record(replica.model)
             live = [index.replicas.record(each) for each in index.replicas_of.get(replica.model, ())]
             left = sum(1 for each in live if each is not None and is_live(each))
-            return spec is not None and left >= spec.scaling.min
+            return any(spec is not None and left >= spec.scaling.min for spec in wishes.models(replica.model))
+
+
+def _commits(index: Index) -> int:
+    return 0 if index.head is None or index.head.record is None else index.head.record.commits
 
 
 def _routable(index: Index, model: str) -> int:

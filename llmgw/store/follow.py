@@ -84,6 +84,7 @@ class Following:
         self._hungry = anyio.Event()
         self._watching: anyio.CancelScope | None = None
         self._cause = "start"
+        self._asked = False
         self._denied: Denied | None = None
         self._heard_s: float | None = None
         # What the reader was told, and what a check in progress found: keys with the revision of their last change.
@@ -103,7 +104,7 @@ class Following:
     def start_over(self, cause: str) -> None:
         """Stop watching and list afresh; without effect where that is about to happen anyway."""
         if self._watching is not None:
-            self._cause = cause
+            self._cause, self._asked = cause, True
             self._watching.cancel()
 
     def __enter__(self) -> Self:
@@ -157,7 +158,8 @@ class Following:
             if self._cause == "overflow":
                 await self._forget_buffered()
             log.warning("listing again", extra={"fields": {"cause": self._cause, "revision": self.revision}})
-            await anyio.sleep(SPREAD_S * self._jitter())
+            await anyio.sleep(0 if self._asked else SPREAD_S * self._jitter())
+            self._asked = False
 
     async def _list(self) -> Listing:
         pause_s = BACKOFF_MIN_S

@@ -180,28 +180,28 @@ class Storm:
         finally:
             self._troubled.subtract(names)
 
-    async def write(
-        self, *puts: tuple[Ref, Record], delete: Callable[[], Awaitable[Sequence[Ref]]] | None = None
-    ) -> None:
+    async def write(self, *puts: tuple[Ref, Record]) -> None:
         """What people write, once the store is there: they try again."""
+        await self._insist(lambda: self.fleet.write(*puts))
+
+    async def apply(self) -> None:
+        """Write what people want now, and nothing else."""
+
+        async def once() -> None:
+            stored = await self.fleet.store.list([keys.prefix(Kind.MODEL)])
+            self._generation += 1
+            generation = Ref(Kind.GENERATION), Generation(number=self._generation)
+            wanted = [(Ref(Kind.MODEL, name), spec) for name, spec in self.models.items()]
+            refs = [ref for item in stored.items if (ref := keys.parse(item.key)) is not None]
+            await self.fleet.write(*wanted, generation, delete=[ref for ref in refs if ref.name not in self.models])
+
+        await self._insist(once)
+
+    async def _insist(self, write: Callable[[], Awaitable[None]]) -> None:
         while True:
             try:
-                gone = () if delete is None else await delete()
-                await self.fleet.write(*puts, delete=gone)
+                await write()
             except Unavailable:
                 await anyio.sleep(2)
             else:
                 return
-
-    async def apply(self) -> None:
-        """Write what people want now, and nothing else."""
-        self._generation += 1
-        generation = Ref(Kind.GENERATION), Generation(number=self._generation)
-        wanted = [(Ref(Kind.MODEL, name), spec) for name, spec in self.models.items()]
-
-        async def gone() -> list[Ref]:
-            stored = await self.fleet.store.list([keys.prefix(Kind.MODEL)])
-            refs = [ref for item in stored.items if (ref := keys.parse(item.key)) is not None]
-            return [ref for ref in refs if ref.name not in self.models]
-
-        await self.write(*wanted, generation, delete=gone)
