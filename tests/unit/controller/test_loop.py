@@ -676,7 +676,7 @@ def test_whoever_takes_over_lists_afresh_what_its_watch_may_have_lost() -> None:
         await anyio.sleep(5)
         a.scope.cancel()
         await world.until(lambda: world.leader == "b")
-        await settle(world)
+        await world.until(lambda: sum(b.status.passes.values()) > 0)
         assert_one_claim(world, ["m1", "m2"])
 
     in_world(scene)
