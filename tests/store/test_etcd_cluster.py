@@ -357,8 +357,10 @@ async def test_a_slow_call_does_not_hold_up_a_keepalive(etcd: Etcd) -> None:
 async def test_a_listing_of_many_pages_is_of_one_revision(etcd: Etcd, then: str) -> None:
     async with one_faulty(etcd, read_timeout_s=WAIT_S) as (proxy, store), client(*etcd.endpoints) as other:
         keys_ = [f"/t/{n:05}" for n in range(1500)]
+        revision = 0
         for first in range(0, len(keys_), 100):
-            result = await other.txn([], [PutOp(key=key, value=b"old") for key in keys_[first : first + 100]])
+            put_all = [PutOp(key=key, value=b"old") for key in keys_[first : first + 100]]
+            revision = (await other.txn([], put_all)).revision
         listings: list[Listing | Compacted] = []
 
         async def list_all() -> None:
@@ -387,7 +389,7 @@ async def test_a_listing_of_many_pages_is_of_one_revision(etcd: Etcd, then: str)
             assert isinstance(found, Compacted)
         else:
             assert isinstance(found, Listing)
-            assert found.revision == result.revision
+            assert found.revision == revision
             assert [item.key for item in found.items] == keys_
             assert {item.value for item in found.items} == {b"old"}
 
