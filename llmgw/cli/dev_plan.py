@@ -15,12 +15,11 @@ from typing import Any, Final
 import msgspec
 import yaml
 
-from llmgw.config import AGENT_PORT, GATEWAY_PORT, PAGE_PORT, ControllerConfig, EtcdConfig, GatewayConfig
+from llmgw.config import GATEWAY_PORT, PAGE_PORT, ControllerConfig, EtcdConfig, GatewayConfig
 from llmgw.errors import Invalid, Problem, Refused
 
 ETCD_PORT: Final = 2379
 ENGINE_PORTS: Final = (20000, 20999)
-GANG_PORTS: Final = (21000, 21999)
 PORTS_TRIED_MAX: Final = 200
 HOST: Final = "127.0.0.1"
 
@@ -120,7 +119,7 @@ def plan_dev(options: DevOptions, ports: Ports, *, kept_peers: tuple[int, ...] =
     block = EtcdConfig(endpoints=urls)
     controllers = _controllers(options, ports, block)
     gateways = _gateways(options, ports, block)
-    agents = _agents(options, ports, block)
+    agents = _agents(options, block)
     return DevPlan(
         children=(*etcd, *controllers, *gateways, *agents),
         etcd_urls=urls,
@@ -215,7 +214,7 @@ def _gateways(options: DevOptions, ports: Ports, etcd: EtcdConfig) -> list[Child
     return out
 
 
-def _agents(options: DevOptions, ports: Ports, etcd: EtcdConfig) -> list[Child]:
+def _agents(options: DevOptions, etcd: EtcdConfig) -> list[Child]:
     models = [str(options.data / "models"), *options.model_dirs]
     out = []
     for n in range(options.nodes):
@@ -224,11 +223,9 @@ def _agents(options: DevOptions, ports: Ports, etcd: EtcdConfig) -> list[Child]:
             "name": name,
             "data_dir": str(options.data / name),
             "etcd": {"endpoints": list(etcd.endpoints)},
-            "listen": f"{HOST}:{ports.take(AGENT_PORT + n, name)}",
             "model_dirs": models,
             "share": round(1 / options.nodes, 6),
             "engine_ports": _slice(ENGINE_PORTS, n, options.nodes),
-            "gang_ports": _slice(GANG_PORTS, n, options.nodes),
             "on_exit": "stop",
         }
         out.append(_process(options, name=name, kind="agent", config=config, health=None))

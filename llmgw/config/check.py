@@ -173,11 +173,6 @@ def _gateway(config: GatewayConfig) -> Found:
         if not _loopback(host):
             why = "without API keys the gateway listens on loopback only, or it would answer anybody"
             yield ("listen",), f"{show(config.listen)} is not a loopback address: {why}", f"127.0.0.1:{port}"
-    if config.metrics_listen:
-        try:
-            split_listen(config.metrics_listen)
-        except ValueError as error:
-            yield ("metrics_listen",), str(error), None
     if not 0 < config.upstream_idle_s < ENGINE_IDLE_S:
         why = f"must be above 0 and below {ENGINE_IDLE_S:g}, after which engines close idle connections"
         yield ("upstream_idle_s",), f"{config.upstream_idle_s:g} {why}", None

@@ -48,7 +48,7 @@ class ControllerConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=
     """controller.yaml.
 
     id: this controller's name in the election record; the host's name and the port when empty.
-    listen: where page, API and metrics are served; loopback by default.
+    listen: where page, health and metrics are served; loopback by default.
     address: what others are told to reach it by; `listen` when empty.
     ttl_s … margin_s: leading (refused at start unless margin ≥ call time-out and 2 × keepalive ≤ ttl - margin).
     session_ttl_s: of the agents' sessions; the grace periods of liveness are multiples of it.
@@ -94,10 +94,11 @@ class AgentConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """agent.yaml.
 
     name: the node's name. data_dir: state, logs, lock. address: where gateways reach this node's engines.
-    listen: the agent's own API; loopback by default. memory_gb, cpus: caps below what the machine has.
+    memory_gb, cpus: caps below what the machine has.
     share: the part of the machine's (or cgroup's) memory and CPUs that is this node's; `llmgw dev` gives each of its N
     nodes 1/N, so that nothing is handed out twice.
-    engine_ports, gang_ports: inclusive ranges, outside the ephemeral range.
+    engine_ports: an inclusive range, outside the ephemeral range.
+    listen, gang_ports: accepted and judged, and not used yet: the agent serves nothing, and no replica spans nodes.
     port_rest_s: how long a freed port rests before another replica gets it.
     on_exit: `keep` lets engines outlive the agent, `stop` ends them with it (for `llmgw dev`).
     gateway_wait_s: after a stop order, how long gateways get to see it before the engine may be stopped.

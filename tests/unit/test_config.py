@@ -162,6 +162,11 @@ def test_controllers(file: Path, text: str, says: str) -> None:
     assert any(says in line for line in refused(file, ControllerConfig, text))
 
 
+def test_one_mistake_is_told_once(file: Path) -> None:
+    says = "1: metrics_listen: 'nonsense' is not host:port"
+    assert refused(file, GatewayConfig, "metrics_listen: nonsense\n") == [says]
+
+
 def test_zero_where_it_means_something(file: Path) -> None:
     file.write_text("queue_max: 0\nqueue_wait_s: 0\n")
     assert load_config(file, GatewayConfig, env={}).queue_max == 0

@@ -31,6 +31,11 @@ def test_no_port_is_given_twice() -> None:
     assert len(set(listens)) == len(listens)
 
 
+def test_only_what_listens_takes_a_port() -> None:
+    taken = Ports(free=lambda port: not 8890 <= port < 8900)
+    assert plan_dev(DevOptions(data=Path("/d"), nodes=3), taken).notes == ()
+
+
 def test_nothing_free_nearby_is_refused() -> None:
     with pytest.raises(Refused, match="no free port for etcd-1"):
         plan_dev(DevOptions(data=Path("/d")), Ports(free=lambda port: False))
