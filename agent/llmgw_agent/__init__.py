@@ -1,5 +1,5 @@
-"""The agent: one on each node. It installs, starts, watches and stops engines as its assignments say.
+"""The agent: one on each node. It starts, watches and stops engines as its assignments say.
 
-Here belongs what touches a node: facts, weights, processes, measurements. It decides nothing about the fleet, and no
-engine of it ends because etcd, a controller or the agent itself is gone.
+Here belongs what touches a node: facts, weights, processes. It decides nothing about the fleet, and no engine of it
+ends because etcd, a controller or the agent itself is gone.
 """

@@ -70,7 +70,7 @@ class Machine:
         return news
 
     def validate_state(self) -> None:
-        """Raise InvariantError where the state contradicts itself. For tests and debug mode."""
+        """Raise InvariantError where the state contradicts itself. For tests and the simulation."""
         ports: dict[int, str] = {}
         for name, shard in self.shards.items():
             problem = _contradiction(shard, attempts_max=self._config.restart_attempts + 1)

@@ -1,4 +1,4 @@
-"""What people and Prometheus see of a running process: logs, metrics, events; and the clocks and sources of ids.
+"""What people and Prometheus see of a running process: logs and metrics; and the clocks and sources of ids.
 
 Here belongs what observes. Nothing here decides, and nothing here reads the store.
 """

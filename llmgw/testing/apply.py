@@ -1,10 +1,10 @@
-"""A plan made real on a bare index, as the committer and the mirror would: one revision a group."""
+"""What a mirror would see of groups and records that are written, and copies of an index."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from llmgw.core.plan import Group, Plan, Put
+from llmgw.core.plan import Group, Put
 from llmgw.core.record import Record
 from llmgw.core.snapshot import Change, Index, Kind, Ref
 
@@ -20,13 +20,6 @@ def changes_of(index: Index, group: Group, *, revision: int) -> list[Change]:
         elif index.row(write.ref) is not None:
             found.append(Change(ref=write.ref, mod_revision=revision))
     return found
-
-
-def apply_plan(index: Index, plan: Plan) -> None:
-    """Commit all of a plan, one revision a group."""
-    for group in plan.groups:
-        revision = index.revision + 1
-        index.apply(changes_of(index, group, revision=revision), revision=revision)
 
 
 def changes_for(index: Index, *records: tuple[Kind, str, Record | None], revision: int) -> list[Change]:
