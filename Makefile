@@ -32,6 +32,10 @@ mutants: setup ## one small bug at a time, each must be noticed; M='--only A-01'
 bench-store: setup ## calls a second and the cost of a long listing, on an etcd of its own; B='--members 1'
 	$(PYTHON) bench/store.py $(B)
 
+.PHONY: bench-gateway
+bench-gateway: setup ## CPU of a request and of a streamed chunk, beside HAProxy's; B='--rounds 3'
+	$(PYTHON) bench/gateway.py $(B)
+
 .PHONY: demo
 demo: setup ## a cluster on this machine, a real model, a streamed answer, and a leader killed during another
 	@scripts/setup --check-engine

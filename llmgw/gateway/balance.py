@@ -96,10 +96,11 @@ class Group:
         best = None
         least = self.in_flight_max
         for member in self.members:
-            if member.ejected is not ejected or member.in_flight > least or (tried and member in tried):
+            busy = member.in_flight
+            if busy > least or member.ejected is not ejected or member in tried:
                 continue
-            if member.in_flight < least or (best is not None and member.picked < best.picked):
-                best, least = member, member.in_flight
+            if busy < least or (best is not None and member.picked < best.picked):
+                best, least = member, busy
         if best is None or (tried and self._tries(tried) >= self.tries_max):
             return None
         self._picks += 1

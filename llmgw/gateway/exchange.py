@@ -57,7 +57,6 @@ class Exchange:
     _why = ""
     _head = b""
     _sent = False
-    _over = False
     _status = 0
     _stream = False
     _chunked = False
@@ -164,20 +163,23 @@ class Exchange:
         if member.faults and status < 500:
             self._hub.healthy(member)
         self._status = status
-        self._stream = answer.sse
-        head = wire.status_line(status) + answer.lines + self._hub.notice
+        kind = answer.content_type
+        head = wire.STATUS_LINES.get(status) or wire.status_line(status)
+        if kind is not None:
+            head += b"content-type: %b\r\n" % kind
+            self._stream = kind.startswith(b"text/event-stream")
         if answer.length is not None:
-            head += b"content-length: %d\r\n" % answer.length
-        elif status in wire.BODILESS:
-            pass
+            head += b"content-length: %b\r\n" % answer.length
         elif self._request.http10:
             self._unframed = True
-        else:
+        elif status not in wire.BODILESS:
             head += b"transfer-encoding: chunked\r\n"
             self._chunked = True
         if self._hub.draining:
             self.keep_alive = False
-        self._head = head + (b"\r\n" if self.keep_alive else b"connection: close\r\n\r\n")
+        if not self.keep_alive:
+            head += b"connection: close\r\n"
+        self._head = head + answer.lines + self._hub.notice + b"\r\n"
         return True
 
     def _acceptable(self, member: Member, status: int) -> bool:
@@ -217,6 +219,9 @@ class Exchange:
             self._break_off(f"a line of the stream is over {limit} bytes (line_max_bytes)")
             return False
         return True
+
+    def whole(self) -> bool:
+        return not self._stream or b"[DONE]" in self._last
 
     def done(self) -> None:
         if not self._sent:
@@ -275,8 +280,6 @@ class Exchange:
 
     def cancel(self) -> None:
         """The client left."""
-        if self._over:
-            return
         log.info("client left", extra={"fields": self._story("client left")})
         if self._waiting is not None:
             self._waiting.queue.leave(self)
@@ -291,20 +294,20 @@ class Exchange:
         self._end(metrics.CLIENT_CLOSED)
 
     def _end(self, outcome: str | None, *, reset: bool = False) -> None:
-        self._over = True
-        figures, member, upstream = self._figures, self._member, self._upstream
+        """It is over, once: count it, give the member back, and hand the connection back to the client."""
+        figures = self._figures
         figures.in_flight -= 1
-        figures.finished(self._status, outcome, self._hub.clock() - self._started_s)
-        if upstream is not None:
-            figures.chunks += upstream.answer.chunks
+        figures.finished(outcome or self._status, self._hub.clock() - self._started_s)
+        if self._stream and self._upstream is not None:
+            figures.chunks += self._upstream.answer.chunks
         if self.tried and outcome is None:
             log.info("answered after retries", extra={"fields": self._story(self._why)})
-        self._upstream = self._member = None
+        member = self._member
         if member is not None:
             self._hub.release(member)
         if outcome is None:
-            self._client.finished(keep_alive=self.keep_alive)
-        elif outcome == metrics.CUT:
+            self._client.finished(self.keep_alive)
+        elif outcome is metrics.CUT:
             self._client.cut(reset=reset)
 
     def _story(self, what: str) -> dict[str, object]:

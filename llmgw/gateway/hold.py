@@ -59,6 +59,9 @@ class _Look:
     def body(self, data: bytes) -> None:
         self._parts.append(data)
 
+    def whole(self) -> bool:
+        return True
+
     def done(self) -> None:
         self._tell(b"".join(self._parts))
 

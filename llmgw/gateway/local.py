@@ -120,7 +120,7 @@ class Scrape:
             answered = True
         finally:
             if answered:
-                self._client.finished(keep_alive=keep_alive)
+                self._client.finished(keep_alive)
             else:
                 self._client.abort()
 

@@ -54,7 +54,7 @@ class Histogram:
 
 
 class ModelFigures:
-    """All that is counted of one model. `chunks`: pieces of finished or cut answers."""
+    """All that is counted of one model. `chunks`: pieces of streams, finished or cut."""
 
     __slots__ = ("chunks", "ejections", "first_byte", "in_flight", "probes", "requests", "retries", "seconds")
 
@@ -63,20 +63,30 @@ class ModelFigures:
         self.chunks = 0
         self.ejections = 0
         self.probes = 0
-        self.requests: dict[str, int] = {}
+        self.requests: dict[int | str, int] = {}
         self.retries: dict[str, int] = {}
         self.seconds = Histogram()
         self.first_byte = Histogram()
 
-    def finished(self, status: int, outcome: str | None, seconds: float) -> None:
-        """Count a request that is over: `outcome` where the status alone does not say it."""
-        key = outcome or _CODES.get(status, "other")
-        self.requests[key] = self.requests.get(key, 0) + 1
-        self.seconds.observe(seconds)
+    def finished(self, outcome: int | str, seconds: float) -> None:
+        """Count a request that is over: by its status, or a word of this program where that does not say it."""
+        self.requests[outcome] = self.requests.get(outcome, 0) + 1
+        histogram = self.seconds
+        histogram.counts[bisect_left(BUCKETS_S, seconds)] += 1
+        histogram.sum_s += seconds
 
     def retried(self, why: str) -> None:
         """Count one more try of a request; `why` is a word of this program."""
         self.retries[why] = self.retries.get(why, 0) + 1
+
+
+def _by_code(counts: dict[int | str, int]) -> dict[str, int]:
+    """Counts by label value: registered statuses and our own words as they are, odd statuses together."""
+    found: dict[str, int] = {}
+    for code, count in dict(counts).items():
+        name = code if isinstance(code, str) else _CODES.get(code, "other")
+        found[name] = found.get(name, 0) + count
+    return found
 
 
 class GroupGauge:
@@ -96,7 +106,7 @@ class Figures:
 
     def __init__(self) -> None:
         self.models: dict[str, ModelFigures] = {}
-        self.rejected: dict[str, int] = {}
+        self.rejected: dict[int | str, int] = {}
         """Requests that never got as far as a model, by status code."""
 
     def begin(self, model: str) -> ModelFigures:
@@ -114,8 +124,7 @@ class Figures:
 
     def reject(self, status: int) -> None:
         """Count a request refused before it was whole."""
-        key = _CODES.get(status, "other")
-        self.rejected[key] = self.rejected.get(key, 0) + 1
+        self.rejected[status] = self.rejected.get(status, 0) + 1
 
     def retain(self, names: Iterable[str]) -> None:
         """Forget models that the table no longer has, once nothing of theirs runs."""
@@ -143,7 +152,7 @@ class Exposition:
         """Everything in Prometheus's text format. May run in a thread: it copies each table before it reads it."""
         models = dict(self._figures.models)
         rejected = counter("requests_rejected", "Requests refused before they were whole, by status.", "code")
-        for code, count in dict(self._figures.rejected).items():
+        for code, count in _by_code(self._figures.rejected).items():
             rejected.add_metric([code], count)
         registry = CollectorRegistry(auto_describe=False)
         registry.register(_Families([*self._requests(models), *self._histograms(models), rejected, *gathered]))
@@ -152,12 +161,12 @@ class Exposition:
     def _requests(self, models: dict[str, ModelFigures]) -> Iterator[Metric]:
         requests = counter("requests", "Requests that are over, by status or client_closed or cut.", "model", "code")
         retries = counter("retries", "Further tries before the first byte, by what made them due.", "model", "reason")
-        chunks = counter("chunks", "Pieces of answers handed on, as engines framed them (tokens).", "model")
+        chunks = counter("chunks", "Pieces of streams handed on, as engines framed them (tokens).", "model")
         ejections = counter("ejections", "Replicas taken out of rotation after faults.", "model")
         probes = counter("probes", "Connections made to see whether an ejected replica is back.", "model")
         for name, each in models.items():
             probes.add_metric([name], each.probes)
-            for code, count in dict(each.requests).items():
+            for code, count in _by_code(each.requests).items():
                 requests.add_metric([name, code], count)
             for why, count in dict(each.retries).items():
                 retries.add_metric([name, why], count)

@@ -23,6 +23,12 @@ PASSED_ON: Final = frozenset({b"x-request-id", b"traceparent", b"tracestate"})
 
 _WATCHED: Final = PASSED_ON | {b"content-length", b"transfer-encoding", b"host", b"expect"}
 
+_CR: Final = 13
+"""CR and LF, and nothing that a method may begin with, are not above it."""
+
+_USUAL: Final = frozenset({b"content-length", b"host"})
+"""Of the watched headers, nearly every request to an engine has these and no others."""
+
 
 class Request:
     """One request. `endpoint` is a Trouble when nothing is there. `passed`: header lines for the engine, as sent.
@@ -58,16 +64,16 @@ class RequestParser:
         self.ready: deque[Request] = deque()
         self.in_message = False
         """Whether a request has begun and is not whole yet."""
+        self.in_head = False
+        """Whether the head of that request is still to end."""
         self._body_max_bytes = body_max_bytes
         self._header_max_bytes = header_max_bytes
         self._proceed = proceed
         self._request = Request()
         self._url = b""
-        self._headers: list[tuple[bytes, bytes]] = []
-        self.in_head = False
-        """Whether the head of that request is still to end."""
+        self._headers: dict[bytes, bytes] = {}
         self._quiet_bytes = 0
-        self._body_room_bytes = 0
+        self._room_bytes = 0
         self._parser = httptools.HttpRequestParser(self)
 
     def close(self) -> None:
@@ -76,14 +82,12 @@ class RequestParser:
 
     def feed(self, data: bytes) -> None:
         """Read on. Raises Rejected: answer what is `ready`, then the trouble, then close."""
+        room_bytes = self._room_bytes
         if not self.in_message:
-            if data[0] in b"\r\n":
+            if data[0] <= _CR:
                 raise _bad("a request begins with its method, not with an empty line")
-            limit = self._header_max_bytes
-            if len(data) > limit and data.find(b"\r\n\r\n", 0, limit) < 0:
-                raise _head_too_large(limit)
-            self._quiet_bytes = 0
-        room = self._body_room_bytes
+            if len(data) > self._header_max_bytes and data.find(b"\r\n\r\n", 0, self._header_max_bytes) < 0:
+                raise _head_too_large(self._header_max_bytes)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserCallbackError as error:
@@ -97,20 +101,28 @@ class RequestParser:
             raise _bad(f"malformed request: {error}") from None
         if self.in_message:
             # Bytes that bring no body (a head, or trailers) are bounded: httptools keeps unfinished lines.
-            self._quiet_bytes = self._quiet_bytes + len(data) if self._body_room_bytes == room else 0
+            self._quiet_bytes = self._quiet_bytes + len(data) if self._room_bytes == room_bytes else 0
             if self._quiet_bytes > self._header_max_bytes:
                 raise _head_too_large(self._header_max_bytes)
 
     # --- called by httptools, in the order of the bytes ---
 
     def on_url(self, piece: bytes) -> None:
+        if self.in_message:
+            self._url += piece
+            return
         self.in_message = self.in_head = True
-        self._url += piece
+        self._url = piece
+        self._request = Request()
+        self._headers = {}
+        self._quiet_bytes = 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
         name = name.lower()
-        if name in _WATCHED:  # what comes in trailers is dropped with the message
-            self._headers.append((name, value))
+        if name in _WATCHED and self.in_head:
+            if name in self._headers:
+                raise _bad(f"{name.decode()} stands there twice")
+            self._headers[name] = value
 
     def on_headers_complete(self) -> None:
         parser = self._parser
@@ -124,14 +136,24 @@ class RequestParser:
             request.keep_alive = False
         else:
             raise _bad(f"HTTP/{version} is not spoken here", status=505, code="http_version_not_supported")
-        request.endpoint = resolve(parser.get_method(), self._url)
-        self._judge_head(request)
+        request.endpoint = endpoint = resolve(parser.get_method(), self._url)
+        self._room_bytes = self._body_max_bytes if endpoint.to_engine else LOCAL_BODY_MAX_BYTES
+        headers = self._headers
+        if b"host" not in headers and not request.http10:
+            raise _bad("a request has a host header")
+        length = headers.get(b"content-length", b"0")
+        if not length.isdigit():  # llhttp has refused all but white space behind it
+            raise _bad("content-length must be digits only")
+        if int(length) > self._room_bytes:
+            raise self._body_too_large(endpoint)
+        if headers.keys() != _USUAL:
+            self._judge_unusual(request, headers)
 
     def on_body(self, piece: bytes) -> None:
-        self._body_room_bytes -= len(piece)
-        if self._body_room_bytes < 0:
-            raise self._body_too_large(self._request.endpoint)
+        self._room_bytes -= len(piece)
         request = self._request
+        if self._room_bytes < 0:
+            raise self._body_too_large(request.endpoint)
         if not request.body:
             request.body = piece
             return
@@ -142,37 +164,22 @@ class RequestParser:
     def on_message_complete(self) -> None:
         self.ready.append(self._request)
         self.in_message = False
-        self._request = Request()
-        self._url = b""
-        self._headers.clear()
 
     # --- judging ---
 
-    def _judge_head(self, request: Request) -> None:
-        """Length, host and expectation. llhttp has refused two lengths, a length beside a coding, and odd digits."""
-        length, hosts = 0, 0
-        others = None
-        for name, value in self._headers:
-            if name == b"content-length":
-                if not value.isdigit():  # white space behind it
-                    raise _bad("content-length must be digits only")
-                length = int(value)
-            elif name == b"host":
-                hosts += 1
-            else:
-                others = self._headers
-        if hosts != 1 and not (hosts == 0 and request.http10):
-            raise _bad(f"a request has one host header, not {hosts}")
-        endpoint = request.endpoint
-        self._body_room_bytes = self._body_max_bytes if endpoint.to_engine else LOCAL_BODY_MAX_BYTES
-        chunked = expect = False
-        if others is not None:
-            chunked, expect = _judge_others(request, others)
-        if length > self._body_room_bytes:
-            raise self._body_too_large(endpoint)
-        if isinstance(endpoint, Trouble) and (expect or chunked):
-            raise Rejected(endpoint)  # not worth reading on
-        if expect and (length or chunked):
+    def _judge_unusual(self, request: Request, headers: dict[bytes, bytes]) -> None:
+        """The rarer headers. llhttp has refused a length beside a coding, and codings that do not end in chunked."""
+        coding = headers.get(b"transfer-encoding")
+        if coding is not None and (coding.lower() != b"chunked" or request.http10):
+            raise _bad("transfer-encoding must be 'chunked', in HTTP/1.1")
+        expect = headers.get(b"expect")
+        if expect is not None and expect.lower() != b"100-continue":
+            raise _bad("only 100-continue can be expected", status=417, code="expectation_failed")
+        if isinstance(request.endpoint, Trouble) and (expect is not None or coding is not None):
+            raise Rejected(request.endpoint)  # not worth reading on
+        for name in PASSED_ON & headers.keys():
+            request.passed += b"%b: %b\r\n" % (name, headers[name])
+        if expect is not None and not request.http10:
             self._proceed()
 
     def _body_too_large(self, endpoint: Endpoint | Trouble) -> Rejected:
@@ -180,20 +187,3 @@ class RequestParser:
         if not endpoint.to_engine:
             limit = f"{LOCAL_BODY_MAX_BYTES} bytes, which is all that is taken here"
         return _bad(f"the request's body is over {limit}", status=413, code="body_too_large")
-
-
-def _judge_others(request: Request, headers: list[tuple[bytes, bytes]]) -> tuple[bool, bool]:
-    """The rarer headers: whether the body is chunked, and whether the client waits to be told to send it."""
-    chunked = expect = False
-    for name, value in headers:
-        if name == b"transfer-encoding":
-            if value.lower() != b"chunked" or request.http10:
-                raise _bad("transfer-encoding must be 'chunked', in HTTP/1.1")
-            chunked = True
-        elif name == b"expect":
-            if value.lower() != b"100-continue":
-                raise _bad("only 100-continue can be expected", status=417, code="expectation_failed")
-            expect = not request.http10
-        elif name in PASSED_ON:
-            request.passed += b"%b: %b\r\n" % (name, value)
-    return chunked, expect

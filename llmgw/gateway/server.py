@@ -79,7 +79,6 @@ class Client(asyncio.Protocol):
         "_taken_s",
         "_transport",
         "_trouble",
-        "_turning",
         "_unsent_bytes",
         "_work",
         "paused",
@@ -98,7 +97,6 @@ class Client(asyncio.Protocol):
         self._work: Work | None = None
         self._early = bytearray()
         self._trouble: Trouble | None = None
-        self._turning = False
         self._closing = False
         self._heard = False
         self._since_s = hub.clock()
@@ -116,16 +114,10 @@ class Client(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._heard = True
-        if self._closing:
-            return
         if self._work is not None:
             self._keep_early(data)
-            return
-        try:
-            self._parser.feed(data)
-        except Rejected as rejected:
-            self._trouble = rejected.trouble
-        if self._parser.ready or self._trouble is not None:
+        elif not self._closing:
+            self._read(data)
             self._turn()
 
     def eof_received(self) -> bool:
@@ -150,13 +142,13 @@ class Client(asyncio.Protocol):
 
     # --- called by the work ---
 
-    def finished(self, *, keep_alive: bool) -> None:
+    def finished(self, keep_alive: bool) -> None:
         """The answer is written whole: on to the next request, or close."""
         self._work = None
         if not keep_alive or self._hub.draining:
             self._close()
-        elif not self._turning and (self._parser.ready or self._early or self._trouble is not None):
-            self._turn()
+        elif self._parser.ready or self._early or self._trouble is not None:
+            self._hub.loop.call_soon(self._turn)
 
     def cut(self, *, reset: bool) -> None:
         """The answer can't be finished: close, with a TCP reset where a plain end would look like the answer's."""
@@ -221,40 +213,39 @@ class Client(asyncio.Protocol):
                 status=400, code="too_early", message="too much was sent before the previous request was answered"
             )
 
-    def _turn(self) -> None:
-        """Answer what can be answered, in order, until there is work under way or nothing left."""
-        self._turning = True
-        parser = self._parser
+    def _read(self, data: bytes) -> None:
         try:
-            while self._work is None and not self._closing:
-                if parser.ready:
-                    self._answer(parser.ready.popleft())
-                elif self._trouble is not None:
-                    self._reject(self._trouble)
-                elif self._early:
-                    data, self._early = bytes(self._early), bytearray()
-                    parser.feed(data)
-                else:
-                    return
+            self._parser.feed(data)
         except Rejected as rejected:
             self._trouble = rejected.trouble
-            self._turn()
-        finally:
-            self._turning = False
+
+    def _turn(self) -> None:
+        """Answer what can be answered, in order, until there is work under way or nothing left."""
+        ready = self._parser.ready
+        while self._work is None and not self._closing:
+            if ready:
+                self._answer(ready.popleft())
+            elif self._trouble is not None:
+                self._reject(self._trouble)
+            elif self._early:
+                data, self._early = bytes(self._early), bytearray()
+                self._read(data)
+            else:
+                return
 
     def _answer(self, request: Request) -> None:
         endpoint = request.endpoint
         if isinstance(endpoint, Trouble):
             self._refuse(request, endpoint)
-        elif not (self._metrics if endpoint.local is Local.METRICS else self._api or endpoint.local is Local.HEALTH):
-            self._refuse(request, NOWHERE)
-        elif endpoint.to_engine:
+        elif endpoint.to_engine and self._api:
             self._forward(request, endpoint)
-        elif endpoint.local is Local.METRICS:
+        elif endpoint.local is Local.METRICS and self._metrics:
             self._work = local.Scrape(self._hub, self, request, self._exposition, head_only=endpoint.head_only)
-        else:
+        elif endpoint.local is Local.HEALTH or (self._api and endpoint.local in {Local.MODELS, Local.MODEL}):
             status, body = local.answer(endpoint, self._hub)
             self._reply(request, status, body, headers=self._hub.notice, head_only=endpoint.head_only)
+        else:
+            self._refuse(request, NOWHERE)
 
     def _forward(self, request: Request, endpoint: Endpoint) -> None:
         """Hand the request to an exchange, once it is known to make sense."""

@@ -19,10 +19,11 @@ from llmgw.gateway.balance import Member
 HEAD_MAX_BYTES: Final = 64 * 2**10
 """Longest head of an engine's answer. Source: engines send some 300 bytes."""
 
-PASSED_BACK: Final = frozenset({b"content-encoding", b"cache-control", b"retry-after", b"x-request-id"})
+PASSED_BACK: Final = (b"cache-control", b"content-encoding", b"retry-after", b"x-request-id")
 """The engine's headers that a client gets to see, beside content-type and the length."""
 
-_READ: Final = PASSED_BACK | {b"content-type", b"content-length", b"transfer-encoding"}
+_BARE: Final = 2
+"""Headers of an answer that has its type and its length and no other."""
 
 KEEPALIVE_IDLE_S: Final = 10
 KEEPALIVE_INTERVAL_S: Final = 5
@@ -38,36 +39,44 @@ A larger body may have to wait in the network for a busy engine to take it.
 LARGE_BODY_ACK_S: Final = 60.0
 
 
-TAIL_BYTES: Final = 64
-"""Enough of a body's end to hold the end mark of a stream, `data: [DONE]`."""
+class _Malformed(Exception):
+    """What the engine sent is no answer to what it was asked."""
 
 
 class Answer:
     """What is known of one answer.
 
-    `status` 0: not there yet. `lines`: header lines for the client, ready to be sent. `length` None: the framing does
-    not tell it. `chunks`: pieces of body so far, as the engine framed them (with the engines known, one a token of a
-    stream). `complete`: its framing said that it ended.
+    `status` 0: not there yet. `lines`: header lines for the client, ready to be sent, but for the type and the framing.
+    `length`: in digits; None and not `chunked`: nothing but the connection's end frames the body. `chunks`: pieces of
+    body so far, as the engine framed them (with the engines known, one a token of a stream). `complete`: its framing
+    said that it ended. `head_bytes`: fed while the head was not whole.
     """
 
     status = 0
-    lines = b""
-    length: int | None = None
+    content_type: bytes | None = None
+    length: bytes | None = None
     chunked = False
-    sse = False
+    lines = b""
     chunks = 0
     complete = False
     keep_alive = False
-    interim = False
     head_bytes = 0
-    """Fed while the head was not whole."""
-    tail: bytes | None = None
-    """The end of the body so far, where nothing but the connection's end frames it."""
 
-    @property
-    def ended(self) -> bool:
-        """Whether it is whole, now that the connection has ended: only without framing, and a stream must say so."""
-        return self.tail is not None and (not self.sse or b"[DONE]" in self.tail)
+    def read(self, headers: dict[bytes, bytes]) -> None:
+        """Take what matters from the head of an answer. Raises _Malformed."""
+        self.content_type = headers.get(b"Content-Type") or headers.get(b"content-type")
+        self.length = headers.get(b"Content-Length") or headers.get(b"content-length")
+        if self.content_type is not None and self.length is not None and len(headers) == _BARE:
+            return
+        lowered = {name.lower(): value for name, value in headers.items()}
+        self.content_type = lowered.get(b"content-type")
+        self.length = lowered.get(b"content-length")
+        coding = lowered.get(b"transfer-encoding")
+        if coding is not None:
+            if coding.lower() != b"chunked":
+                raise _Malformed("its transfer-encoding is not 'chunked'")
+            self.chunked = True
+        self.lines = b"".join(b"%b: %b\r\n" % (name, lowered[name]) for name in PASSED_BACK if name in lowered)
 
 
 class Taker(Protocol):
@@ -81,6 +90,10 @@ class Taker(Protocol):
         """A piece of the body, never empty."""
         ...
 
+    def whole(self) -> bool:
+        """Whether the body so far may be all of it, now that the connection has ended and nothing else framed it."""
+        ...
+
     def done(self) -> None:
         """The answer is whole; the connection is free again already."""
         ...
@@ -90,16 +103,13 @@ class Taker(Protocol):
         ...
 
 
-class _Malformed(Exception):
-    """What the engine sent is no answer to what it was asked."""
-
-
 class Upstream(asyncio.Protocol):
     """A connection to `member`. `reused`: it has served a request before the present one. `answer`: to the latest."""
 
     __slots__ = (
         "_ack_timeout_s",
         "_clock",
+        "_headers",
         "_large",
         "_parser",
         "_parts",
@@ -110,6 +120,7 @@ class Upstream(asyncio.Protocol):
         "idle_since_s",
         "member",
         "on_body",
+        "on_header",
         "reused",
         "transport",
     )
@@ -127,7 +138,10 @@ class Upstream(asyncio.Protocol):
         self._taker: Taker | None = None
         self._told = False
         self._parts: list[bytes] = []
-        self.on_body = self._parts.append  # found by the parser: no Python code runs for a piece of body
+        self._headers: dict[bytes, bytes] = {}
+        # The parser finds these by name: no Python code runs for a header or a piece of body.
+        self.on_body = self._parts.append
+        self.on_header = self._headers.__setitem__
         self._parser = httptools.HttpResponseParser(self)
 
     # --- for the one who asks ---
@@ -136,6 +150,7 @@ class Upstream(asyncio.Protocol):
         """Send a request; `taker` gets what comes back."""
         self._taker = taker
         self._told = False
+        self._headers.clear()  # of trailers
         self.answer = Answer()
         large = len(body) > SMALL_BODY_BYTES
         if large is not self._large:
@@ -204,8 +219,6 @@ class Upstream(asyncio.Protocol):
             answer.chunks += len(parts)
             body = parts[0] if len(parts) == 1 else b"".join(parts)
             parts.clear()
-            if answer.tail is not None:
-                answer.tail = (answer.tail + body)[-TAIL_BYTES:]
             taker.body(body)
         if answer.complete and self._taker is taker:
             self._end(taker, answer)
@@ -218,7 +231,8 @@ class Upstream(asyncio.Protocol):
         taker = self._taker
         if taker is None:
             return
-        if exc is None and self.answer.ended:
+        answer = self.answer
+        if exc is None and self._told and answer.length is None and not answer.chunked and taker.whole():
             self._taker = None
             taker.done()
         else:
@@ -226,44 +240,21 @@ class Upstream(asyncio.Protocol):
 
     # --- called by httptools ---
 
-    def on_header(self, name: bytes, value: bytes) -> None:
-        name = name.lower()
-        if name not in _READ:
-            return
-        answer = self.answer
-        if answer.complete:
-            raise _Malformed("a second answer")
-        if name == b"content-type":
-            answer.lines += b"content-type: %b\r\n" % value
-            answer.sse = value.startswith(b"text/event-stream")
-        elif name == b"content-length":
-            answer.length = int(value)
-        elif name == b"transfer-encoding":
-            if value.lower() != b"chunked":
-                raise _Malformed("its transfer-encoding is not 'chunked'")
-            answer.chunked = True
-        else:
-            answer.lines += b"%b: %b\r\n" % (name, value)
-
     def on_headers_complete(self) -> None:
         answer = self.answer
         if answer.complete:
             raise _Malformed("a second answer")
         status = self._parser.get_status_code()
-        if status < 200:
-            answer.interim = True
-            return
-        answer.status = status
-        if answer.length is None and not answer.chunked:
-            answer.tail = b""
+        if status >= 200:  # others are interim and of no interest
+            answer.status = status
+            answer.read(self._headers)
+        self._headers.clear()
 
     def on_message_complete(self) -> None:
         answer = self.answer
-        if answer.interim:
-            self.answer = Answer()
-            return
-        answer.complete = True
-        answer.keep_alive = self._parser.should_keep_alive()
+        if answer.status:
+            answer.complete = True
+            answer.keep_alive = self._parser.should_keep_alive()
 
     # --- inside ---
 

@@ -253,7 +253,7 @@ class Rig:
 
     def counts(self, model: str = "m") -> dict[str, int]:
         """Finished requests of `model`, by outcome."""
-        return self.hub.figures.of(model).requests
+        return {str(outcome): count for outcome, count in self.hub.figures.of(model).requests.items()}
 
     def settled(self) -> bool:
         """Whether every count that must return to zero has."""
