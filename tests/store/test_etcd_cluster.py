@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import anyio
+import anyio.abc
 import pytest
 
 from llmgw.config import EtcdConfig
@@ -348,6 +349,36 @@ async def test_a_slow_call_does_not_hold_up_a_keepalive(etcd: Etcd) -> None:
                         await anyio.sleep(0.02)
                     assert await store.keepalive(lease.id) == 60
                 tasks.cancel_scope.cancel()
+
+
+async def test_an_answer_that_comes_byte_by_byte_has_a_dead_line_too() -> None:
+    """Time-outs of a socket hold for each read; a server that drips would be waited for without end."""
+    dripping = anyio.Event()
+
+    async def drip(stream: anyio.abc.SocketStream) -> None:
+        async with stream:
+            await stream.receive()
+            await stream.send(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n")
+            dripping.set()
+            while True:
+                await stream.send(b" ")
+                await anyio.sleep(0.05)
+
+    listener = await anyio.create_tcp_listener(local_host="127.0.0.1", local_port=0)
+    port = listener.extra(anyio.abc.SocketAttribute.local_port)  # noqa: S610  # a socket's attribute, no SQL
+    async with (
+        listener,
+        client(f"http://127.0.0.1:{port}", read_timeout_s=0.5) as store,
+        anyio.create_task_group() as tasks,
+    ):
+        tasks.start_soon(listener.serve, drip)
+        with anyio.fail_after(WAIT_S):
+            with pytest.raises(OutcomeUnknown, match="no whole answer"):
+                await put(store, "/t/a")
+            with pytest.raises(Unavailable):
+                await store.get("/t/a")
+        assert dripping.is_set()
+        tasks.cancel_scope.cancel()
 
 
 # --- a listing in pages ---------------------------------------------------------------------------------------------
