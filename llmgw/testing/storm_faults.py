@@ -11,9 +11,7 @@ from contextlib import suppress
 from typing import Final
 
 import anyio
-import msgspec
 
-from llmgw.core.catalog import NodeSpec
 from llmgw.core.record import StoreMeta
 from llmgw.core.snapshot import Kind, Ref
 from llmgw.errors import Compacted
@@ -21,6 +19,7 @@ from llmgw.store import codec, keys
 from llmgw.store.port import PutOp
 from llmgw.testing.faults import Fate, Link, Operations, TxnFault, once
 from llmgw.testing.storm import Fault, Storm
+from llmgw.testing.storm_people import model_removed, model_rolled, model_scaled, node_cordoned, node_drained, scale
 
 HEAD: Final = keys.key(Ref(Kind.HEAD))
 
@@ -309,60 +308,6 @@ async def clock_steps(storm: Storm) -> None:
     process.skew_s = storm.random.choice([-600.0, -90.0, -5.0, 5.0, 90.0, 600.0])
     await anyio.sleep(storm.some(30, 200))
     process.skew_s = 0.0
-
-
-# --- people ---------------------------------------------------------------------------------------------------------
-
-
-async def scale(storm: Storm) -> None:
-    """Want more or fewer replicas of some model."""
-    name = storm.random.choice(sorted(storm.models))
-    spec = storm.models[name]
-    replicas = storm.random.randint(1, 3)
-    scaling = msgspec.structs.replace(spec.scaling, min=replicas, max=max(replicas, spec.scaling.max))
-    storm.models[name] = msgspec.structs.replace(spec, scaling=scaling)
-    await storm.apply()
-
-
-async def model_scaled(storm: Storm) -> None:
-    await scale(storm)
-
-
-async def model_rolled(storm: Storm) -> None:
-    name = storm.random.choice(sorted(storm.models))
-    spec = storm.models[name]
-    profile = msgspec.structs.replace(spec.profiles[0], context=storm.random.choice([2048, 8192, 16384]))
-    storm.models[name] = msgspec.structs.replace(spec, profiles=(profile,))
-    await storm.apply()
-
-
-async def model_removed(storm: Storm) -> None:
-    if len(storm.models) < 2:
-        return
-    name = storm.random.choice(sorted(storm.models))
-    spec = storm.models.pop(name)
-    await storm.apply()
-    try:
-        await anyio.sleep(storm.some(10, 120))
-    finally:
-        storm.models[name] = spec
-    await storm.apply()
-
-
-async def node_cordoned(storm: Storm) -> None:
-    await _say_of_node(storm, drain=False)
-
-
-async def node_drained(storm: Storm) -> None:
-    await _say_of_node(storm, drain=True)
-
-
-async def _say_of_node(storm: Storm, *, drain: bool) -> None:
-    name = storm.random.choice(storm.fleet.machines).name
-    ref = Ref(Kind.NODE_SPEC, name)
-    await storm.write((ref, NodeSpec(name=name, cordon=True, drain=drain)))
-    await anyio.sleep(storm.some(30, 200))
-    await storm.write((ref, NodeSpec(name=name)))
 
 
 def restart_agent(storm: Storm, name: str) -> None:

@@ -6,7 +6,9 @@ import pytest
 
 from llmgw.testing.etcd import Etcd
 
-pytest.register_assert_rewrite("llmgw.testing.conformance")
+pytest.register_assert_rewrite(
+    "llmgw.testing.conformance", "llmgw.testing.conformance_rig", "llmgw.testing.conformance_time"
+)
 
 OPTIONS = ("--", "--experimental-watch-progress-notify-interval", "300ms")
 """The later of two equal flags counts. With it a watch may be taken for dead after 2 s of silence."""
