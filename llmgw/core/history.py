@@ -301,7 +301,7 @@ _MAY_EMPTY: Final = frozenset({Retire.ROLLED, Retire.FAILED, Retire.UNKNOWN})
 def _justified(index: Index, wishes: _Wishes, replica: Replica) -> bool:
     """Whether the reason a replica was retired for is true of the tree."""
     states = [index.node_states.record(shard.node) for shard in replica.shards]
-    names = [f"{shard.node}/{replica.id}.{shard.rank}" for shard in replica.shards]
+    names = [shard_name(shard.node, replica.id, shard.rank) for shard in replica.shards]
     match replica.retire:
         case Retire.FAILED:
             reports = [index.reports.record(name) for name in names]
@@ -375,5 +375,5 @@ def _claim_of(index: Index, report: ShardReport) -> Claim:
     shard = live_shard(index.replicas.record(report.replica), node=report.node, rank=report.rank)
     if shard is not None:
         return shard.claim
-    order = index.assignments.record(f"{report.node}/{report.replica}.{report.rank}") or report.order
+    order = index.assignments.record(shard_name(report.node, report.replica, report.rank)) or report.order
     return Claim() if order is None else order.claim

@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from llmgw.core.ids import Secret, split_shard_name
+from llmgw.core.ids import Secret, shard_name, split_shard_name
 from llmgw.core.record import Record
 from llmgw.core.snapshot import RECORDS, Change, Kind, Ref
 from llmgw.errors import CorruptRecord
@@ -82,7 +82,7 @@ def _name(kind: Kind, record: Any) -> str | None:
     """The name a record gives itself; None where the kind carries none."""
     match kind:
         case Kind.ASSIGNMENT | Kind.SHARD:
-            name = f"{record.node}/{record.replica}.{record.rank}"
+            name = shard_name(record.node, record.replica, record.rank)
             return name if split_shard_name(name) else "?"
         case Kind.REPLICA:
             return str(record.id)
