@@ -283,3 +283,18 @@ def test_a_wiped_store_stops_no_engine_and_takes_all_back_with_the_catalog() -> 
         assert run.judge.totals["replica adopted"] == 3
 
     story(scenario)
+
+
+def test_a_store_wiped_while_nobody_leads_is_set_up_by_those_who_stand_by() -> None:
+    async def scenario(run: Run) -> None:
+        await up(run, ("m", 10, 2))
+        running = pids(run)
+        leader = await leader_of(run)
+        await leader.kill()
+        run.fleet.cluster.restore(None)
+        await run.storm.apply()
+        await run.until(lambda: run.fleet.leader is not None, within_s=SOON_S, what="another leads")
+        await run.settle(within_s=SOON_S)
+        assert pids(run) == running
+
+    story(scenario)
