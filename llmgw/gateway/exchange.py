@@ -280,7 +280,7 @@ class Exchange:
 
     def cancel(self) -> None:
         """The client left."""
-        log.info("client left", extra={"fields": self._story("client left")})
+        log.debug("client left", extra={"fields": self._story("client left")})
         if self._waiting is not None:
             self._waiting.queue.leave(self)
         if self._dialling is not None:

@@ -46,6 +46,8 @@ class Hub:
         """Set each time the last client has gone."""
         self.notice = b""
         """A header line for every answer, while there is something to tell about the routes' age."""
+        self.routes_age_s: float | None = None
+        """How old the routes were a moment ago; None while unknown."""
         self.draining = False
         self._holds = Holds(self)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -134,7 +136,9 @@ class Hub:
     def fault(self, member: Member, why: str, *, hard: bool) -> None:
         """The engine did wrong. `hard`: it can't serve at all."""
         member.faults += 1
-        log.warning(
+        log.log(
+            # The first of a row is news; the others would only flood the log while everything fails.
+            logging.WARNING if member.faults == 1 else logging.DEBUG,
             "replica at fault",
             extra={"fields": {"model": member.group.model, "replica": member.route.replica, "why": why}},
         )

@@ -94,11 +94,14 @@ def _model(name: str, target: Target) -> dict[str, object]:
 
 
 def _health(hub: Hub) -> tuple[int, bytes]:
+    status = "ok"
     if hub.draining:
-        return 503, wire.encode_json({"status": "draining"})
-    if hub.names is None:
-        return 503, wire.encode_json({"status": "no routes yet"})
-    return 200, wire.encode_json({"status": "ok"})
+        status = "draining"
+    elif hub.names is None:
+        status = "no routes yet"
+    age_s = hub.routes_age_s
+    said = {"status": status, "routes_age_s": None if age_s is None else round(age_s, 1)}
+    return 200 if status == "ok" else 503, wire.encode_json(said)
 
 
 class Scrape:

@@ -77,8 +77,8 @@ class RequestParser:
         self._parser = httptools.HttpRequestParser(self)
 
     def close(self) -> None:
-        """Let go of the parser, which holds on to this object."""
-        del self._parser
+        """Let go of what holds on to this object, or is held on to by it in a circle."""
+        del self._parser, self._proceed
 
     def feed(self, data: bytes) -> None:
         """Read on. Raises Rejected: answer what is `ready`, then the trouble, then close."""
@@ -183,6 +183,8 @@ class RequestParser:
             self._proceed()
 
     def _body_too_large(self, endpoint: Endpoint | Trouble) -> Rejected:
+        if isinstance(endpoint, Trouble):
+            return Rejected(endpoint)
         limit = f"{self._body_max_bytes} bytes (body_max_bytes)"
         if not endpoint.to_engine:
             limit = f"{LOCAL_BODY_MAX_BYTES} bytes, which is all that is taken here"

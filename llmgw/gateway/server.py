@@ -70,7 +70,6 @@ class Client(asyncio.Protocol):
         "_closing",
         "_early",
         "_exposition",
-        "_heard",
         "_hub",
         "_metrics",
         "_parser",
@@ -81,6 +80,7 @@ class Client(asyncio.Protocol):
         "_trouble",
         "_unsent_bytes",
         "_work",
+        "heard",
         "paused",
         "write",
     )
@@ -98,7 +98,8 @@ class Client(asyncio.Protocol):
         self._early = bytearray()
         self._trouble: Trouble | None = None
         self._closing = False
-        self._heard = False
+        self.heard = False
+        """Whether anything came since the last sweep."""
         self._since_s = hub.clock()
         self._reading_since_s: float | None = None
         self._unsent_bytes = 0
@@ -113,7 +114,7 @@ class Client(asyncio.Protocol):
         self._hub.clients.add(self)
 
     def data_received(self, data: bytes) -> None:
-        self._heard = True
+        self.heard = True
         if self._work is not None:
             self._keep_early(data)
         elif not self._closing:
@@ -184,8 +185,8 @@ class Client(asyncio.Protocol):
         if now_s - self._taken_s > self._hub.config.write_timeout_s:
             self.abort()
             return
-        if self._heard or unsent_bytes or (self._work is not None and not self._closing):
-            self._heard = False
+        if self.heard or unsent_bytes or (self._work is not None and not self._closing):
+            self.heard = False
             self._since_s = now_s
         if self._overdue(now_s):
             self.abort()
