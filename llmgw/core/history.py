@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from llmgw.core.catalog import ModelSpec, NodeSpec
+from llmgw.core.ids import shard_name
 from llmgw.core.invariants import Violation, check, claimed_bytes
 from llmgw.core.inventory import live_shard, node_inventory
 from llmgw.core.lifecycle import is_frozen, is_live
