@@ -259,7 +259,7 @@ def bench(options: argparse.Namespace) -> int:
         settings = directory / "gateway.yaml"
         settings.write_text(f"etcd: {{endpoints: [{', '.join(etcd.endpoints)}]}}\nlisten: 127.0.0.1:{second}\n")
         log = directory / "gateway.log"
-        command = [sys.executable, "-m", "llmgw.gateway.run", "--config", str(settings)]
+        command = [sys.executable, "-m", "llmgw.gateway", "--config", str(settings)]
         process = stack.enter_context(running(command, for_proxies, log))
         proxies.append(Proxy("llmgw-gateway", second, process.pid))
         wait(lambda: ask(proxies[1].url), "the gateway", log)

@@ -131,7 +131,3 @@ async def drain(hub: Hub, servers: list[asyncio.AbstractServer], signals: Signal
     emptied.cancel()
     hurried.cancel()
     hub.stop()
-
-
-if __name__ == "__main__":
-    main()

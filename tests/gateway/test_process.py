@@ -122,7 +122,7 @@ class Starter:
 
     async def start(self) -> Gateway:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "llmgw.gateway.run", "--config", self.path, stderr=asyncio.subprocess.PIPE
+            sys.executable, "-m", "llmgw.gateway", "--config", self.path, stderr=asyncio.subprocess.PIPE
         )
         self.started.append(Gateway(process))
         return self.started[-1]
@@ -242,7 +242,7 @@ async def test_a_bad_configuration_is_refused_with_its_line(tmp_path: Path, text
     path = tmp_path / "gateway.yaml"
     path.write_text(text)
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "llmgw.gateway.run", "--config", path, stderr=asyncio.subprocess.PIPE
+        sys.executable, "-m", "llmgw.gateway", "--config", path, stderr=asyncio.subprocess.PIPE
     )
     _, stderr = await asyncio.wait_for(process.communicate(), START_S)
     assert process.returncode == 2
@@ -254,7 +254,7 @@ async def test_a_port_that_is_taken_is_said_plainly(rig: Rig, tmp_path: Path) ->
     path = tmp_path / "gateway.yaml"
     path.write_text(f"listen: 127.0.0.1:{rig.port}\n")
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "llmgw.gateway.run", "--config", path, stderr=asyncio.subprocess.PIPE
+        sys.executable, "-m", "llmgw.gateway", "--config", path, stderr=asyncio.subprocess.PIPE
     )
     _, stderr = await asyncio.wait_for(process.communicate(), START_S)
     assert process.returncode == 2
