@@ -283,12 +283,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if problems:
         print("\n".join(problems), file=sys.stderr)
         return 2
-    if args.check:
-        print(f"{len(mutants)} mutants can be tried")
-        return 0
     missing = [] if args.only else [name for name in required if name not in known]
     if missing:
         print(f"FAIL  without a mutant: {', '.join(missing)}", flush=True)
+    if args.check:
+        print(f"{len(mutants)} mutants can be tried")
+        return 1 if missing else 0
     unnoticed = try_all(root, mutants, jobs=max(1, args.jobs)) if mutants else 0
     print(f"{len(mutants) - unnoticed} of {len(mutants)} bugs noticed, {len(missing)} required ids without one")
     return 1 if unnoticed or missing or not mutants else 0
