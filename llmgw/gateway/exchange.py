@@ -17,7 +17,7 @@ from llmgw.gateway import metrics, wire
 from llmgw.gateway.balance import Group, Member
 from llmgw.gateway.body import rename
 from llmgw.gateway.request import Request
-from llmgw.gateway.upstream import Answer, Upstream
+from llmgw.gateway.upstream import SMALL_BODY_BYTES, Answer, Upstream
 from llmgw.gateway.wire import Trouble
 
 if TYPE_CHECKING:
@@ -49,20 +49,33 @@ class Exchange:
     `target`: the models that may answer. `tried`: the members that could not. `keep_alive`: what the client is told.
     """
 
-    _member: Member | None = None
-    _upstream: Upstream | None = None
-    _dialling: asyncio.Task[None] | None = None
-    _waiting: Group | None = None
-    _trouble: Trouble | None = None
-    _why = ""
-    _head = b""
-    _sent = False
-    _status = 0
-    _stream = False
-    _chunked = False
-    _unframed = False
-    _line_bytes = 0
-    _last = b""
+    __slots__ = (
+        "_asked",
+        "_chunked",
+        "_client",
+        "_dialling",
+        "_figures",
+        "_head",
+        "_hub",
+        "_last",
+        "_line_bytes",
+        "_member",
+        "_path",
+        "_quiet_since_s",
+        "_request",
+        "_sent",
+        "_started_s",
+        "_status",
+        "_stream",
+        "_trouble",
+        "_unframed",
+        "_upstream",
+        "_waiting",
+        "_why",
+        "keep_alive",
+        "target",
+        "tried",
+    )
 
     def __init__(self, hub: Hub, client: Client, request: Request, path: str, asked: str, target: Target) -> None:
         self._hub = hub
@@ -72,6 +85,20 @@ class Exchange:
         self._asked = asked
         self._figures = hub.figures.begin(target.models[0])
         self._started_s = self._quiet_since_s = hub.clock()
+        self._member: Member | None = None
+        self._upstream: Upstream | None = None
+        self._dialling: asyncio.Task[None] | None = None
+        self._waiting: Group | None = None
+        self._trouble: Trouble | None = None
+        self._why = ""
+        self._head = b""
+        self._sent = False
+        self._status = 0
+        self._stream = False
+        self._chunked = False
+        self._unframed = False
+        self._line_bytes = 0
+        self._last = b""
         self.keep_alive = request.keep_alive
         self.target = target
         self.tried: list[Member] = []
@@ -134,7 +161,11 @@ class Exchange:
         body = request.body
         if member.group.model != self._asked:
             body = rename(body, member.group.model)
-        upstream.ask(self, b"%b%d\r\n%b\r\n" % (member.heads[self._path], len(body), request.passed), body)
+        head = b"%b%d\r\n%b\r\n" % (member.heads[self._path], len(body), request.passed)
+        if len(body) <= SMALL_BODY_BYTES:
+            upstream.ask(self, head + body)
+        else:
+            upstream.ask_large(self, head, body)
 
     def _elsewhere(self, why: str) -> None:
         """The present try has failed, and nothing was sent to the client: the next one."""
@@ -152,46 +183,35 @@ class Exchange:
 
     def answered(self, answer: Answer) -> bool:
         status = answer.status
+        if status >= 400 and self._better_elsewhere(status):
+            return False
+        self._status = status
+        self._stream = answer.stream
+        head = answer.head
+        if not answer.has_length and status not in wire.BODILESS:
+            if self._request.http10:
+                self._unframed = True
+            else:
+                self._chunked = True
+                head += b"transfer-encoding: chunked\r\n"
+        self._head = head + (self._hub.head_end if self.keep_alive else self._hub.last_head_end)
+        return True
+
+    def _better_elsewhere(self, status: int) -> bool:
+        """Note what an error says of the replica; whether it was given up because another may do better."""
         member, upstream = self._member, self._upstream
         assert member is not None  # noqa: S101  # it was asked
         assert upstream is not None  # noqa: S101  # as above
-        if status >= 400 and not self._acceptable(member, status):
-            upstream.close()
-            self._trouble = not_ready(member.group.model)
-            self._elsewhere(str(status))
-            return False
-        if member.faults and status < 500:
-            self._hub.healthy(member)
-        self._status = status
-        kind = answer.content_type
-        head = wire.STATUS_LINES.get(status) or wire.status_line(status)
-        if kind is not None:
-            head += b"content-type: %b\r\n" % kind
-            self._stream = kind.startswith(b"text/event-stream")
-        if answer.length is not None:
-            head += b"content-length: %b\r\n" % answer.length
-        elif self._request.http10:
-            self._unframed = True
-        elif status not in wire.BODILESS:
-            head += b"transfer-encoding: chunked\r\n"
-            self._chunked = True
-        if self._hub.draining:
-            self.keep_alive = False
-        if not self.keep_alive:
-            head += b"connection: close\r\n"
-        self._head = head + answer.lines + self._hub.notice + b"\r\n"
-        return True
-
-    def _acceptable(self, member: Member, status: int) -> bool:
-        """Note what an error says of the replica; whether the client gets it, because nobody else would do better."""
-        if status in HARD:
-            self._hub.fault(member, f"answered {status}", hard=True)
-            return False
-        if status in SOFT:
-            self._hub.fault(member, f"answered {status}", hard=False)
+        if status in HARD or status in SOFT:
+            self._hub.fault(member, f"answered {status}", hard=status in HARD)
         elif status != BUSY:
-            return True
-        return not isinstance(self._hub.find(self.target, [*self.tried, member]), Member)
+            return False
+        if status not in HARD and not isinstance(self._hub.find(self.target, [*self.tried, member]), Member):
+            return False
+        upstream.close()
+        self._trouble = not_ready(member.group.model)
+        self._elsewhere(str(status))
+        return True
 
     def body(self, data: bytes) -> None:
         if self._stream:
@@ -201,7 +221,7 @@ class Exchange:
             elif not self._line_fits(data):
                 return
         if self._chunked:
-            data = b"%x\r\n%b\r\n" % (len(data), data)
+            data = wire.chunk(data)
         if self._sent:
             self._client.write(data)
             return
@@ -267,7 +287,7 @@ class Exchange:
                 Trouble(status=502, code="upstream_disconnected", message="the engine broke off in mid-answer"),
                 after=self._last,
             )
-            self._client.write(b"%x\r\n%b\r\n" % (len(event), event) if self._chunked else event)
+            self._client.write(wire.chunk(event) if self._chunked else event)
         # Where only closing tells the end, a body that is no event stream must not look whole.
         self._end(metrics.CUT, reset=self._unframed and not self._stream)
 
@@ -304,6 +324,8 @@ class Exchange:
             log.info("answered after retries", extra={"fields": self._story(self._why)})
         member = self._member
         if member is not None:
+            if member.faults and outcome is None and self._status < 500:
+                self._hub.healthy(member)
             self._hub.release(member)
         if outcome is None:
             self._client.finished(self.keep_alive)

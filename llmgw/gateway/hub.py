@@ -44,14 +44,32 @@ class Hub:
         self.clients: set[Client] = set()
         self.emptied = asyncio.Event()
         """Set each time the last client has gone."""
+        self.draining = False
         self.notice = b""
         """A header line for every answer, while there is something to tell about the routes' age."""
+        self.head_end = self.last_head_end = b""
+        """What ends the head of an engine's answer: `notice`; of the last one on a connection, also that it is that."""
+        self.tell(b"")
         self.routes_age_s: float | None = None
         """How old the routes were a moment ago; None while unknown."""
-        self.draining = False
         self._holds = Holds(self)
         self._tasks: set[asyncio.Task[None]] = set()
         self._ticking: asyncio.TimerHandle | None = None
+
+    # --- what clients are told ---
+
+    def tell(self, notice: bytes) -> None:
+        """Put a header line (or none) into every answer from now on."""
+        self.notice = notice
+        self.last_head_end = notice + b"connection: close\r\n\r\n"
+        self.head_end = self.last_head_end if self.draining else notice + b"\r\n"
+
+    def drain(self) -> None:
+        """The process is about to end: each connection closes after its present answer."""
+        self.draining = True
+        self.tell(self.notice)
+        for client in tuple(self.clients):
+            client.drain()
 
     # --- the table ---
 

@@ -36,12 +36,15 @@ class Request:
     `stream`: the body asks for a stream (found out later, by who reads the body).
     """
 
-    endpoint: Endpoint | Trouble = NOWHERE
-    body: bytes | bytearray = b""
-    passed = b""
-    http10 = False
-    keep_alive = True
-    stream = False
+    __slots__ = ("body", "endpoint", "http10", "keep_alive", "passed", "stream")
+
+    def __init__(self) -> None:
+        self.endpoint: Endpoint | Trouble = NOWHERE
+        self.body: bytes | bytearray = b""
+        self.passed = b""
+        self.http10 = False
+        self.keep_alive = True
+        self.stream = False
 
 
 def _bad(message: str, *, status: int = 400, code: str = "bad_request") -> Rejected:

@@ -208,7 +208,7 @@ class Routes:
             age_s = self.age_s
             stale = age_s is not None and age_s > NOTICE_AGE_S
             self._hub.routes_age_s = age_s
-            self._hub.notice = b"x-llmgw-routes-age: %d\r\n" % age_s if stale and age_s is not None else b""
+            self._hub.tell(b"x-llmgw-routes-age: %d\r\n" % age_s if stale and age_s is not None else b"")
             ticks += 1
             fresh = age_s is not None and not stale and self._followed
             if self._file is not None and fresh and ticks % round(CONFIRM_S / TICK_S) == 0:

@@ -120,9 +120,7 @@ async def drain(hub: Hub, servers: list[asyncio.AbstractServer], signals: Signal
     """Take no new connections, let what is under way end, and drop the rest at the dead-line or a second signal."""
     for server in servers:
         server.close()
-    hub.draining = True
-    for client in tuple(hub.clients):
-        client.drain()
+    hub.drain()
     emptied = hub.loop.create_task(hub.wait_empty())
     hurried = hub.loop.create_task(signals.second.wait())
     await asyncio.wait((emptied, hurried), timeout=DRAIN_S, return_when=asyncio.FIRST_COMPLETED)

@@ -15,12 +15,22 @@ from typing import Final, Protocol, cast
 import httptools
 
 from llmgw.gateway.balance import Member
+from llmgw.gateway.wire import STATUS_LINES, status_line
 
 HEAD_MAX_BYTES: Final = 64 * 2**10
 """Longest head of an engine's answer. Source: engines send some 300 bytes."""
 
-PASSED_BACK: Final = (b"cache-control", b"content-encoding", b"retry-after", b"x-request-id")
-"""The engine's headers that a client gets to see, beside content-type and the length."""
+PASSED_BACK: Final = (
+    b"content-type",
+    b"content-length",
+    b"cache-control",
+    b"content-encoding",
+    b"retry-after",
+    b"x-request-id",
+)
+"""The engine's headers that a client gets to see."""
+
+SSE: Final = b"text/event-stream"
 
 _BARE: Final = 2
 """Headers of an answer that has its type and its length and no other."""
@@ -46,37 +56,46 @@ class _Malformed(Exception):
 class Answer:
     """What is known of one answer.
 
-    `status` 0: not there yet. `lines`: header lines for the client, ready to be sent, but for the type and the framing.
-    `length`: in digits; None and not `chunked`: nothing but the connection's end frames the body. `chunks`: pieces of
-    body so far, as the engine framed them (with the engines known, one a token of a stream). `complete`: its framing
+    `status` 0: not there yet. `head`: status line and headers for the client, but for those that depend on how *it* is
+    to find the body's end. `framed`: by a length or in chunks, else only the connection's end tells. `chunks`: pieces
+    of body so far, as the engine framed them (with the engines known, one a token of a stream). `complete`: its framing
     said that it ended. `head_bytes`: fed while the head was not whole.
     """
 
-    status = 0
-    content_type: bytes | None = None
-    length: bytes | None = None
-    chunked = False
-    lines = b""
-    chunks = 0
-    complete = False
-    keep_alive = False
-    head_bytes = 0
+    __slots__ = ("chunks", "complete", "framed", "has_length", "head", "head_bytes", "keep_alive", "status", "stream")
 
-    def read(self, headers: dict[bytes, bytes]) -> None:
+    def __init__(self) -> None:
+        self.status = 0
+        self.head = b""
+        self.has_length = False
+        self.framed = True
+        self.stream = False
+        self.chunks = 0
+        self.complete = False
+        self.keep_alive = False
+        self.head_bytes = 0
+
+    def begin(self, status: int, headers: dict[bytes, bytes]) -> None:
         """Take what matters from the head of an answer. Raises _Malformed."""
-        self.content_type = headers.get(b"Content-Type") or headers.get(b"content-type")
-        self.length = headers.get(b"Content-Length") or headers.get(b"content-length")
-        if self.content_type is not None and self.length is not None and len(headers) == _BARE:
-            return
-        lowered = {name.lower(): value for name, value in headers.items()}
-        self.content_type = lowered.get(b"content-type")
-        self.length = lowered.get(b"content-length")
-        coding = lowered.get(b"transfer-encoding")
-        if coding is not None:
-            if coding.lower() != b"chunked":
-                raise _Malformed("its transfer-encoding is not 'chunked'")
-            self.chunked = True
-        self.lines = b"".join(b"%b: %b\r\n" % (name, lowered[name]) for name in PASSED_BACK if name in lowered)
+        self.status = status
+        kind = headers.get(b"Content-Type") or headers.get(b"content-type")
+        length = headers.get(b"Content-Length") or headers.get(b"content-length")
+        line = STATUS_LINES.get(status) or status_line(status)
+        if kind is not None and length is not None and len(headers) == _BARE:
+            self.has_length = True
+            self.stream = kind.startswith(SSE)
+            self.head = b"%bcontent-type: %b\r\ncontent-length: %b\r\n" % (line, kind, length)
+        else:
+            self._read({name.lower(): value for name, value in headers.items()}, line)
+
+    def _read(self, headers: dict[bytes, bytes], line: bytes) -> None:
+        coding = headers.get(b"transfer-encoding")
+        if coding is not None and coding.lower() != b"chunked":
+            raise _Malformed("its transfer-encoding is not 'chunked'")
+        self.has_length = b"content-length" in headers
+        self.framed = self.has_length or coding is not None
+        self.stream = headers.get(b"content-type", b"").startswith(SSE)
+        self.head = line + b"".join(b"%b: %b\r\n" % (name, headers[name]) for name in PASSED_BACK if name in headers)
 
 
 class Taker(Protocol):
@@ -146,21 +165,23 @@ class Upstream(asyncio.Protocol):
 
     # --- for the one who asks ---
 
-    def ask(self, taker: Taker, head: bytes, body: bytes | bytearray = b"") -> None:
-        """Send a request; `taker` gets what comes back."""
+    def ask(self, taker: Taker, request: bytes) -> None:
+        """Send a small request; `taker` gets what comes back."""
+        if self._large:
+            self._large = False
+            self._set_ack_timeout(self._ack_timeout_s)
         self._taker = taker
         self._told = False
         self._headers.clear()  # of trailers
         self.answer = Answer()
-        large = len(body) > SMALL_BODY_BYTES
-        if large is not self._large:
-            self._large = large
-            self._set_ack_timeout(LARGE_BODY_ACK_S if large else self._ack_timeout_s)
-        if large:
-            self.transport.write(head)
-            self.transport.write(body)
-        else:
-            self.transport.write(head + body)
+        self.transport.write(request)
+
+    def ask_large(self, taker: Taker, head: bytes, body: bytes | bytearray) -> None:
+        """Send one with a body over `SMALL_BODY_BYTES`, without copying that."""
+        self.ask(taker, head)
+        self._large = True
+        self._set_ack_timeout(LARGE_BODY_ACK_S)
+        self.transport.write(body)
 
     @property
     def silent(self) -> bool:
@@ -231,8 +252,7 @@ class Upstream(asyncio.Protocol):
         taker = self._taker
         if taker is None:
             return
-        answer = self.answer
-        if exc is None and self._told and answer.length is None and not answer.chunked and taker.whole():
+        if exc is None and self._told and not self.answer.framed and taker.whole():
             self._taker = None
             taker.done()
         else:
@@ -246,8 +266,7 @@ class Upstream(asyncio.Protocol):
             raise _Malformed("a second answer")
         status = self._parser.get_status_code()
         if status >= 200:  # others are interim and of no interest
-            answer.status = status
-            answer.read(self._headers)
+            answer.begin(status, self._headers)
         self._headers.clear()
 
     def on_message_complete(self) -> None:

@@ -19,6 +19,9 @@ STATUS_LINES: Final = {s.value: f"HTTP/1.1 {s.value} {s.phrase}\r\n".encode() fo
 BODILESS: Final = frozenset({204, 304})
 """Statuses whose answers have no body, and so no framing of one."""
 
+_CHUNK_HEADS: Final = tuple(b"%x\r\n" % size for size in range(4096))
+"""The first line of a chunk, by its size: tokens are small, and there are many of them."""
+
 CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 _ENCODER: Final = msgspec.json.Encoder()
@@ -68,6 +71,12 @@ class Rejected(Exception):
     def __init__(self, trouble: Trouble) -> None:
         self.trouble = trouble
         super().__init__(trouble.message)
+
+
+def chunk(data: bytes) -> bytes:
+    """`data`, which is not empty, as one chunk of a chunked body."""
+    size = len(data)
+    return (_CHUNK_HEADS[size] if size < len(_CHUNK_HEADS) else b"%x\r\n" % size) + data + b"\r\n"
 
 
 def status_line(status: int) -> bytes:
