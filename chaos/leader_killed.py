@@ -25,6 +25,8 @@ async def scenario(at: cluster.Cluster) -> None:
             at.signal(pid, signal.SIGKILL)
             killed_at = anyio.current_time()
             cluster.say(f"killed the leader (pid {pid}, term {term}) after {count} chunks of the answer")
+        elif count % 100 == 0:
+            cluster.say(f"{count} chunks")
 
     await at.stream(streamed, text=PROMPT, max_tokens=300, on_text=on_text)
     if streamed.error is not None:

@@ -58,11 +58,11 @@ class Printer:
         self._colour = colour
 
     def __call__(self, name: str, line: str) -> None:
-        """Print one line; a terminal that has gone away is no reason to stop a cluster."""
+        """Print one line. A terminal or reader that has gone away (EIO, EPIPE) keeps no cluster from stopping."""
         head = f"{name:<{self._width}} |"
         if self._colour:
             head = click.style(head, fg=self._colours.get(name, "white"), bold=name == "dev")
-        with contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(OSError):
             click.echo(f"{head} {line}")
 
 
@@ -184,6 +184,7 @@ async def run_dev(options: DevOptions) -> None:
     say = Printer([child.name for child in plan.children], colour=_colourful())
     for note in plan.notes:
         say("dev", note)
+    (options.data / "env").unlink(missing_ok=True)  # whoever reads it before this run is ready would go elsewhere
     (options.data / "models").mkdir(exist_ok=True, mode=0o700)
     for child in plan.children:
         if child.config is not None:
@@ -223,6 +224,7 @@ async def _live(plan: DevPlan, tree: Tree, data: Path, *, say: Printer, over: an
                 for kind in ("gateway", "agent", "controller", "etcd"):
                     await tree.stop([child for child in plan.children if child.kind == kind], hurry=hurry)
                 _save(data, plan, [])
+                (data / "env").unlink(missing_ok=True)
                 say("dev", "stopped")
 
 

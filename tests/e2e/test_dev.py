@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
 import signal
 import socket
 import subprocess
@@ -17,6 +19,7 @@ import psutil
 import pytest
 
 from chaos import cluster
+from llmgw.config import GATEWAY_PORT
 
 pytestmark = [pytest.mark.e2e, pytest.mark.etcd]
 
@@ -68,21 +71,21 @@ def dev(data: Path, *args: str) -> Iterator[Dev]:
 
 def test_a_taken_port_ctrl_c_and_a_restart(tmp_path: Path) -> None:
     data = tmp_path / "data"
-    with dev(data) as first:
-        gateway = first.until_ready()["gateways"][0]
-        port = int(gateway.rpartition(":")[2])
-        incarnation = _incarnation(first)
-        assert first.end(signal.SIGINT) == 0
-    assert "dev          | stopped" in first.said()
-    assert cluster.leftovers(data) == []
     with socket.socket() as blocker:
         blocker.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        blocker.bind(("127.0.0.1", port))
-        blocker.listen()
-        with dev(data) as second:
-            assert second.until_ready()["gateways"] != [gateway]
-            assert f"port {port} is taken, gateway-1 listens on" in second.said()
-            assert _incarnation(second) == incarnation  # the same store: it went on where it stopped
+        with contextlib.suppress(OSError):  # somebody else has it: as good
+            blocker.bind(("127.0.0.1", GATEWAY_PORT))
+            blocker.listen()
+        with dev(data) as first:
+            assert first.until_ready()["gateways"] != [f"http://127.0.0.1:{GATEWAY_PORT}"]
+            assert f"port {GATEWAY_PORT} is taken, gateway-1 listens on" in first.said()
+            incarnation = _incarnation(first)
+            assert first.end(signal.SIGINT) == 0
+    assert "dev          | stopped" in first.said()
+    assert cluster.leftovers(data) == []
+    with dev(data) as second:
+        second.until_ready()
+        assert _incarnation(second) == incarnation  # the same store: it went on where it stopped
 
 
 def test_what_a_killed_run_left_is_ended_by_the_next(tmp_path: Path) -> None:
@@ -96,6 +99,22 @@ def test_what_a_killed_run_left_is_ended_by_the_next(tmp_path: Path) -> None:
         assert "is left from an earlier run" in second.said()
         assert not [process for process in left if process.is_running()]
     assert cluster.leftovers(data) == []
+
+
+def test_a_closed_terminal_stops_everything(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    ours, theirs = pty.openpty()
+    argv = [sys.executable, "-m", "llmgw.cli", "dev", "--data", str(data), "--controllers", "1", "--nodes", "1"]
+    process = subprocess.Popen(argv, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+    os.close(theirs)
+    said = b""
+    while b"llmgw status" not in said:
+        said += os.read(ours, 4096)
+    os.close(ours)  # from here on every write of it fails
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(WAIT_S) == 0
+    assert cluster.leftovers(data) == []
+    assert not (data / "env").exists()
 
 
 def test_a_second_run_on_the_same_directory_is_refused(tmp_path: Path) -> None:
