@@ -1,5 +1,6 @@
 """deploy/etcd/start: what llmgw needs of etcd is in every command, and what would go wrong is refused first."""
 
+import socket
 import subprocess
 from pathlib import Path
 
@@ -108,3 +109,12 @@ def test_an_etcd_of_another_age_is_refused(tmp_path: Path, version: str) -> None
 def test_plain_http_on_a_network_can_be_allowed() -> None:
     argv = command("--data", "x", "--client-url", "http://10.0.0.1:2379", "--plaintext")
     assert follows(argv, "--advertise-client-urls") == "http://10.0.0.1:2379"
+
+
+def test_a_taken_port_is_said_in_one_line(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        done = start("--data", str(tmp_path / "data"), "--client-url", url)
+    assert done.returncode == 2
+    assert f"something listens on {url.removeprefix('http://')} already; give another --client-url" in done.stderr
+    assert not (tmp_path / "data").exists()
