@@ -135,7 +135,10 @@ class GatewayConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     listen: loopback by default; without API keys nothing else is allowed. snapshot: file of the last known routes
     (0600), loaded at start when etcd is away; empty for none.
-    body_max_bytes: largest request body. attempts_max: engines tried before the first byte. connect_timeout_s: per try.
+    metrics_listen: where metrics and health alone are served; empty: metrics are on `listen` too.
+    body_max_bytes, header_max_bytes: largest request body and head. attempts_max: engines of one model tried before the
+    first byte (each of its fallbacks gets as many). connect_timeout_s: per try. first_byte_timeout_s: longest silence
+    of an engine, before the first byte and between two.
     in_flight_max: requests at once per replica. queue_max, queue_wait_s: waiting requests per model and for how long.
     write_timeout_s: a client that takes nothing for so long is dropped. line_max_bytes: longest SSE line of an engine.
     upstream_idle_s: idle engine connections are dropped before the engine's own 5 s.
