@@ -58,7 +58,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     nodes: int = 4
     memory_bytes: int = 64 * GB
     lost_after_s: float = 300.0
-    relist_s: float = 420.0
+    relist_s: float = 200.0
 
 
 class Process:
