@@ -97,9 +97,8 @@ class Group:
         least = self.in_flight_max
         for member in self.members:
             busy = member.in_flight
-            if busy > least or member.ejected is not ejected or member in tried:
-                continue
-            if busy < least or (best is not None and member.picked < best.picked):
+            nearer = busy < least or (busy == least and best is not None and member.picked < best.picked)
+            if nearer and member.ejected is ejected and member not in tried:
                 best, least = member, busy
         if best is None or (tried and self._tries(tried) >= self.tries_max):
             return None

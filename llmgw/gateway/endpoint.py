@@ -39,10 +39,12 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     to_engine: bool = False
 
 
-_ENGINE: Final = {
+ENGINE: Final = {
     path.encode(): Endpoint(path=path, task=Task.GENERATE, to_engine=True)
     for path in ("/v1/chat/completions", "/v1/completions")
 }
+"""What a POST to each of these request targets means. Most requests ask for just that."""
+
 _LOCAL: Final = {
     what.value.encode(): Endpoint(path=what.value, local=what) for what in (Local.MODELS, Local.HEALTH, Local.METRICS)
 }
@@ -50,23 +52,17 @@ _MODEL: Final = Local.MODEL.value.encode()
 
 NOWHERE: Final = Trouble(status=404, code="unknown_url", message="there is nothing here")
 
-ENGINE_PATHS: Final = tuple(sorted(endpoint.path for endpoint in _ENGINE.values()))
+ENGINE_PATHS: Final = tuple(sorted(endpoint.path for endpoint in ENGINE.values()))
 """The paths that go to engines."""
 
 
 def resolve(method: bytes, target: bytes) -> Endpoint | Trouble:
     """What `method` and the request target of a request line ask for."""
-    if method == b"POST" and (found := _ENGINE.get(target)) is not None:
-        return found
-    return _resolve_slowly(method, target)
-
-
-def _resolve_slowly(method: bytes, target: bytes) -> Endpoint | Trouble:
     path = _path(target)
     if path is None:
         return Trouble(status=400, code="invalid_url", message="the request target is no path")
-    if path in _ENGINE:
-        return _ENGINE[path] if method == b"POST" else _not_allowed(method, path, "POST")
+    if path in ENGINE:
+        return ENGINE[path] if method == b"POST" else _not_allowed(method, path, "POST")
     local = _LOCAL.get(path) or _model(path)
     if local is None:
         text = path.decode("ascii", "replace")[:200]

@@ -83,7 +83,8 @@ class Exchange:
         self._request = request
         self._path = path
         self._asked = asked
-        self._figures = hub.figures.begin(target.models[0])
+        self._figures = figures = hub.figures.models.get(target.models[0]) or hub.figures.of(target.models[0])
+        figures.in_flight += 1
         self._started_s = self._quiet_since_s = hub.clock()
         self._member: Member | None = None
         self._upstream: Upstream | None = None

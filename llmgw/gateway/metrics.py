@@ -109,12 +109,6 @@ class Figures:
         self.rejected: dict[int | str, int] = {}
         """Requests that never got as far as a model, by status code."""
 
-    def begin(self, model: str) -> ModelFigures:
-        """The counters of `model`, with one more request in flight."""
-        found = self.models.get(model) or self.of(model)
-        found.in_flight += 1
-        return found
-
     def of(self, model: str) -> ModelFigures:
         """The counters of `model`, which must come from the table (or be `UNKNOWN`)."""
         found = self.models.get(model)

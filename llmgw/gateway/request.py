@@ -12,7 +12,7 @@ from typing import Final
 
 import httptools
 
-from llmgw.gateway.endpoint import NOWHERE, Endpoint, resolve
+from llmgw.gateway.endpoint import ENGINE, NOWHERE, Endpoint, resolve
 from llmgw.gateway.wire import Rejected, Trouble
 
 LOCAL_BODY_MAX_BYTES: Final = 64 * 2**10
@@ -139,7 +139,9 @@ class RequestParser:
             request.keep_alive = False
         else:
             raise _bad(f"HTTP/{version} is not spoken here", status=505, code="http_version_not_supported")
-        request.endpoint = endpoint = resolve(parser.get_method(), self._url)
+        method = parser.get_method()
+        endpoint = (method == b"POST" and ENGINE.get(self._url)) or resolve(method, self._url)
+        request.endpoint = endpoint
         self._room_bytes = self._body_max_bytes if endpoint.to_engine else LOCAL_BODY_MAX_BYTES
         headers = self._headers
         if b"host" not in headers and not request.http10:

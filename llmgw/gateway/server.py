@@ -118,7 +118,10 @@ class Client(asyncio.Protocol):
         if self._work is not None:
             self._keep_early(data)
         elif not self._closing:
-            self._read(data)
+            try:
+                self._parser.feed(data)
+            except Rejected as rejected:
+                self._trouble = rejected.trouble
             self._turn()
 
     def eof_received(self) -> bool:
@@ -214,12 +217,6 @@ class Client(asyncio.Protocol):
                 status=400, code="too_early", message="too much was sent before the previous request was answered"
             )
 
-    def _read(self, data: bytes) -> None:
-        try:
-            self._parser.feed(data)
-        except Rejected as rejected:
-            self._trouble = rejected.trouble
-
     def _turn(self) -> None:
         """Answer what can be answered, in order, until there is work under way or nothing left."""
         ready = self._parser.ready
@@ -230,7 +227,7 @@ class Client(asyncio.Protocol):
                 self._reject(self._trouble)
             elif self._early:
                 data, self._early = bytes(self._early), bytearray()
-                self._read(data)
+                self.data_received(data)  # which turns as well
             else:
                 return
 
