@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import platform
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -59,11 +60,15 @@ def build_facts(
     boot_id: str,
     engines: EngineFacts,
     weights: tuple[WeightSet, ...] | None,
+    warnings: Sequence[str] = (),
 ) -> Facts:
-    """The record. `seen` None: the machine did not answer in time, which is unknown and not nothing."""
-    warnings = []
+    """The record. `seen` None: the machine did not answer in time, which is unknown and not nothing.
+
+    `warnings`: what else people should know; a warning about the processor is put before them.
+    """
+    warnings = list(warnings)
     if seen is not None and seen.arch == "x86_64" and seen.cpu_flags and X86_FLAG_OF_SPEED not in seen.cpu_flags:
-        warnings.append("this processor has no AVX2: engines run several times slower than on one that has")
+        warnings.insert(0, "this processor has no AVX2: engines run several times slower than on one that has")
     return Facts(
         node=config.name,
         boot_id=boot_id,

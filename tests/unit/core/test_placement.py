@@ -16,6 +16,7 @@ from llmgw.core.units import GB
 from llmgw.testing.cluster import LLAMA, Cluster, cpu_profile, model_spec
 
 B1, B2 = (Build(engine="llama.cpp", version=version) for version in ("b1", "b2"))
+WHEEL = Build(engine="llama.cpp", version="0.1", variant="vulkan", named=True)
 
 
 def judged(c: Cluster) -> Inventory:
@@ -179,6 +180,9 @@ def test_labels_of_people_win_over_the_nodes_own() -> None:
         (EngineFacts(probed=True, builds=(B2, LLAMA)), None, "llama.cpp@b1"),
         (EngineFacts(probed=True, builds=(LLAMA,)), "b9", "llama.cpp@b1"),
         (EngineFacts(probed=True, builds=(LLAMA, B2)), "b2", "llama.cpp@b2"),
+        # Of two named ones the node's first: its own file's, though the wheel's is the lesser word.
+        (EngineFacts(probed=True, builds=(LLAMA, WHEEL)), None, "llama.cpp@b1"),
+        (EngineFacts(probed=True, builds=(LLAMA, WHEEL)), "b9", "llama.cpp@b1"),
     ],
 )
 def test_the_build_is_the_wished_one_or_one_named_on_purpose(
