@@ -324,8 +324,8 @@ class LinuxHost:
             engines = EngineFacts(probed=False)
         sets: tuple[WeightSet, ...] | None = None
         try:
-            listing = partial(weights.listing, self._config.model_dirs)
-            sets = await self._bounded.run("model_dirs", listing, bound_s=WEIGHTS_BOUND_S)
+            sets, bad = await self._bounded.run("model_dirs", self._look_for_weights, bound_s=WEIGHTS_BOUND_S)
+            warnings += bad
         except Hung as error:
             log.warning("can't list weights", extra={"fields": {"why": str(error)}})
         facts = build_facts(
@@ -336,6 +336,9 @@ class LinuxHost:
                 log.warning(warning)
         self._warned = facts.warnings
         return facts
+
+    def _look_for_weights(self) -> tuple[tuple[WeightSet, ...], tuple[str, ...]]:
+        return weights.listing(self._config.model_dirs), weights.warnings(self._config.model_dirs)
 
     async def _look_at_machine(self) -> Machine | None:
         try:

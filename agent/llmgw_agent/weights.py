@@ -39,6 +39,13 @@ def resolve(source: str, model_dirs: Sequence[str]) -> Weights:
     Raises:
         StartFailed: there is none that may be used; says where it was looked for.
     """
+    try:
+        return _resolve(source, model_dirs)
+    except OSError as error:  # a name that is too long, a directory on the way that may not be searched
+        raise StartFailed(f"the source {source!r} can't be looked for: {error.strerror}") from error
+
+
+def _resolve(source: str, model_dirs: Sequence[str]) -> Weights:
     path = Path(source)
     if path.is_absolute():
         return _check(path, f"{source} is not there")
@@ -100,6 +107,19 @@ def listing(model_dirs: Sequence[str]) -> tuple[WeightSet, ...]:
             if source not in found and len(found) < SETS_MAX and _is_text(source):
                 found[source] = _set(source, path)
     return tuple(found[source] for source in sorted(found))
+
+
+def warnings(model_dirs: Sequence[str]) -> tuple[str, ...]:
+    """What is wrong with the directories themselves. Looks at files; not for the event loop."""
+    found: list[str] = []
+    for directory in model_dirs:
+        try:
+            os.scandir(directory).close()
+        except FileNotFoundError:
+            found.append(f"no such model directory {directory}")
+        except OSError as error:
+            found.append(f"the model directory {directory} can't be read: {error.strerror}")
+    return tuple(found)
 
 
 def _walk(root: Path) -> Iterator[Path]:

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from llmgw.testing.node import agent_config
 from llmgw_agent.host import StartFailed
+from llmgw_agent.linux import open_host
 from llmgw_agent.weights import listing, resolve
 
 
@@ -92,3 +94,30 @@ def test_the_listing_names_sets_as_a_source_would(tmp_path: Path) -> None:
     assert found["m-00001-of-00003.gguf"].why == "m-00003-of-00003.gguf: No such file or directory"
     assert not found["gone.gguf"].complete
     assert found["empty.gguf"].why == "empty.gguf is empty"
+
+
+@pytest.mark.anyio
+async def test_a_model_directory_that_is_not_there_is_a_warning_and_skipped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "m.gguf").write_bytes(b"GGUF")
+    (tmp_path / "file").touch()
+    dirs = ("/nowhere/nope", str(tmp_path / "file"), str(tmp_path / "models"))
+    async with open_host(agent_config(data_dir=str(tmp_path / "data"), model_dirs=dirs)) as host:
+        facts = [await host.facts() for _ in range(2)]
+    wanted = [
+        "no such model directory /nowhere/nope",
+        f"the model directory {tmp_path / 'file'} can't be read: Not a directory",
+    ]
+    for seen in facts:
+        assert [warning for warning in seen.warnings if "model directory" in warning] == wanted
+        assert seen.weights is not None
+        assert [item.source for item in seen.weights] == ["m.gguf"]
+    assert [text for text in caplog.messages if "model directory" in text] == wanted
+    assert resolve("m.gguf", dirs).path == tmp_path / "models" / "m.gguf"
+
+
+def test_a_source_that_no_file_system_takes_is_a_start_that_failed(tmp_path: Path) -> None:
+    with pytest.raises(StartFailed, match="File name too long"):
+        resolve("a" * 300, [str(tmp_path)])
