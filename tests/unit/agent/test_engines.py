@@ -115,7 +115,9 @@ def test_a_build_is_chosen_by_id_or_by_being_named() -> None:
     ("code", "ours", "oom", "words"),
     [
         (None, False, False, "ended, exit status unknown: bye"),
-        (0, False, False, "exit 0: bye"),
+        (None, True, False, "ended, exit status unknown"),
+        (0, False, False, "exit 0"),
+        (0, True, False, "exit 0"),
         (1, False, False, "exit 1: bye"),
         (-9, True, False, "ended by SIGKILL"),
         (-9, False, False, "SIGKILL: not sent by this agent; out of memory?"),
@@ -126,6 +128,23 @@ def test_a_build_is_chosen_by_id_or_by_being_named() -> None:
 )
 def test_c10_an_end_is_explained(code: int | None, ours: bool, oom: bool, words: str) -> None:
     assert exit_words(code, ours=ours, oom=oom, last_words="bye") == words
+
+
+@pytest.mark.parametrize(
+    ("line", "quoted"),
+    [
+        ("0.23.598.462 I slot release: id 0 | task 3 | stop processing, 0 errors", False),
+        ("0.23.598.462 E srv init: no such device", True),
+        ("error: out of disk", True),
+        ("all slots are idle", False),
+        ("", False),
+    ],
+)
+def test_of_an_end_that_was_wished_for_only_errors_are_quoted(line: str, *, quoted: bool) -> None:
+    said = f": {line}" if quoted else ""
+    assert exit_words(0, ours=False, oom=False, last_words=line) == f"exit 0{said}"
+    assert exit_words(-15, ours=True, oom=False, last_words=line) == f"ended by SIGTERM{said}"
+    assert exit_words(1, ours=False, oom=False, last_words=line) == (f"exit 1: {line}" if line else "exit 1")
 
 
 def test_last_words_are_the_last_line_without_keys_and_control_characters(tmp_path: Path) -> None:
