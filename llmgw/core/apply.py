@@ -16,6 +16,7 @@ from typing import Final
 import msgspec
 
 from llmgw.core.catalog import Alias, Catalog, EngineSpec, ModelSpec
+from llmgw.core.catalog_diff import describe_changes
 from llmgw.core.catalog_load import Loaded, fallback_loops
 from llmgw.core.snapshot import Kind, Ref
 from llmgw.core.yaml_tree import fold, show
@@ -40,14 +41,18 @@ class Action(enum.Enum):
 
 
 class Edit(msgspec.Struct, frozen=True, kw_only=True):
-    """One record to write, or with `record` None to delete."""
+    """One record to write, or with `record` None to delete. `before`: what an update replaces, None if unreadable."""
 
     ref: Ref
     action: Action
     record: Entry | None
+    before: Entry | None = None
 
     def __str__(self) -> str:
-        return f"{self.action.value} {_NOUN[self.ref.kind]} {self.ref.name}"
+        text = f"{self.action.value} {_NOUN[self.ref.kind]} {self.ref.name}"
+        if self.action is not Action.UPDATE or self.record is None:
+            return text
+        return f"{text}: {'was unreadable' if self.before is None else describe_changes(self.before, self.record)}"
 
 
 class ApplyPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,7 +99,7 @@ def plan_apply(
         if ref not in have:
             changes[ref] = Edit(ref=ref, action=Action.CREATE, record=record)
         elif have[ref] != record:
-            changes[ref] = Edit(ref=ref, action=Action.UPDATE, record=record)
+            changes[ref] = Edit(ref=ref, action=Action.UPDATE, record=record, before=have[ref])
     after = {ref: record for ref, record in {**have, **want}.items() if ref not in gone}
     before = set(problems(have))
     new = [problem for problem in problems(after) if problem not in before]

@@ -161,7 +161,7 @@ def test_no_loop_closes_through_a_model_that_stays_as_it_is() -> None:
     current, wanted = catalog(a="", m="z", z="a"), catalog(a="m", m="z", z="")
     loaded = Loaded(catalog=wanted, sections=EVERY_SECTION)
     plan = plan_apply(current, loaded, prune=True, changes_max=1, bytes_max=10_000)
-    assert [str(edit) for edit in plan.edits] == ["update model z", "update model a"]
+    assert [edit.ref.name for edit in plan.edits] == ["z", "a"]
 
 
 def test_what_is_not_valid_is_told() -> None:
