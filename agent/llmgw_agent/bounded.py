@@ -5,14 +5,23 @@ Each piece of work has a name, and at most one call of a name is out at a time: 
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import anyio
 import anyio.to_thread
 
+from llmgw.store.follow import ungrouped
+from llmgw_agent.saying import Sayings
+
 T = TypeVar("T")
+
+PATIENT_S: Final = 5.0
+"""How long work that must be done may take before it is said that it is waited for."""
+
+log = logging.getLogger(__name__)
 
 
 class Hung(Exception):  # named by what happened, as in llmgw.errors
@@ -20,6 +29,29 @@ class Hung(Exception):  # named by what happened, as in llmgw.errors
 
     def __init__(self, name: str, bound_s: float) -> None:
         super().__init__(f"{name} gave no answer within {bound_s:g} s")
+
+
+async def patiently(name: str, work: Callable[[], T]) -> T:
+    """What `work` returns or raises, however long it takes: nothing can be done without it. Says so now and then.
+
+    Cancelled, it leaves the work behind.
+    """
+    with ungrouped():
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_say_waiting, name)
+            try:
+                result = await anyio.to_thread.run_sync(work, abandon_on_cancel=True)
+            finally:
+                tasks.cancel_scope.cancel()
+    return result
+
+
+async def _say_waiting(name: str) -> None:
+    sayings, begun_s = Sayings(log), anyio.current_time()
+    while True:
+        await anyio.sleep(PATIENT_S)
+        waited_s = round(anyio.current_time() - begun_s)
+        sayings.say(name, f"{name} gives no answer; waiting for it", waited_s=waited_s)
 
 
 class Bounded:

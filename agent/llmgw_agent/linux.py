@@ -28,7 +28,7 @@ from llmgw.core.node import EngineFacts, Facts, WeightSet
 from llmgw.core.replica import Assignment
 from llmgw.errors import Invalid, Problem, Refused
 from llmgw_agent import enginelog, proc, statefile, weights
-from llmgw_agent.bounded import Bounded, Hung
+from llmgw_agent.bounded import Bounded, Hung, patiently
 from llmgw_agent.cgroup import Cgroups
 from llmgw_agent.engines import llama_cpp, llama_probe
 from llmgw_agent.engines.find import Survey, survey
@@ -66,19 +66,8 @@ async def open_host(config: AgentConfig, *, subreaper: bool = False) -> AsyncIte
         Invalid: it can't be made or written.
     """
     directory = Path(config.data_dir)
+    lock = await patiently(f"the data directory {directory}", partial(_lock, directory))
     try:
-        os.makedirs(directory, mode=0o700, exist_ok=True)  # noqa: PTH103  # as blocking as the lock, and at start only
-        lock = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise Invalid((Problem(path="data_dir", message=f"{directory} can't be used: {error.strerror}"),)) from error
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            holder = os.pread(lock, 32, 0).decode(errors="replace").strip() or "?"
-            raise Refused(f"{directory} is in use by another agent (pid {holder})") from error
-        os.truncate(lock, 0)
-        os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
         stat = os.fstat(lock)
         # Node addresses and loopback are never reached through a proxy.
         limits = httpx2.Limits(keepalive_expiry=HTTP_IDLE_S)
@@ -88,6 +77,34 @@ async def open_host(config: AgentConfig, *, subreaper: bool = False) -> AsyncIte
             yield host
     finally:
         os.close(lock)
+
+
+def _lock(directory: Path) -> int:
+    """Make the directory and lock it; returns the lock's descriptor. Raises: Refused, Invalid."""
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise _unusable(directory, error) from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        holder = os.pread(lock, 32, 0).decode(errors="replace").strip() or "?"
+        os.close(lock)
+        raise Refused(f"{directory} is in use by another agent (pid {holder})") from error
+    except OSError as error:
+        os.close(lock)
+        raise _unusable(directory, error) from error
+    try:
+        os.truncate(lock, 0)
+        os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+    except OSError as error:  # a full disk: the number is for people only, and engines are to be looked after
+        log.warning("can't write the lock's holder", extra={"fields": {"why": error.strerror}})
+    return lock
+
+
+def _unusable(directory: Path, error: OSError) -> Invalid:
+    return Invalid((Problem(path="data_dir", message=f"{directory} can't be used: {error.strerror}"),))
 
 
 class LinuxHost:
@@ -119,7 +136,7 @@ class LinuxHost:
 
     async def load(self) -> Loaded:
         load = partial(statefile.load, self._directory)
-        return await self._bounded.run("the data directory", load, bound_s=START_BOUND_S)
+        return await patiently(f"the data directory {self._directory}", load)
 
     async def save(self, state: SavedState) -> None:
         try:
@@ -133,7 +150,7 @@ class LinuxHost:
     # --- processes ----------------------------------------------------------------------------------------------
 
     async def find(self) -> tuple[Found, ...]:
-        return await self._bounded.run("/proc", self._find, bound_s=START_BOUND_S)
+        return await patiently("/proc", self._find)
 
     def _find(self) -> tuple[Found, ...]:
         mains: dict[tuple[str, str, str], Found] = {}
