@@ -74,7 +74,11 @@ async def _apply(store: EtcdStore, wanted: Loaded, progress: Progress, *, prune:
     teller = _Teller()
     if plan.left:
         names = ", ".join(_shown(ref) for ref in plan.left)
-        teller.tell(f"not in the files, left as it is{'' if prune else ' (--prune deletes)'}: {names}", err=True)
+        teller.tell(f"not in the files, left as it is (--prune deletes): {names}", err=True)
+    for section, count in plan.untouched.items() if prune else ():
+        teller.tell(
+            f"no file has {section}: {count} stored left as they are (to delete them: '{section}: {{}}')", err=True
+        )
     if dry_run:
         for edit in plan.edits:
             teller.tell(f"would {edit}")

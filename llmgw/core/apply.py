@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import heapq
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Final
 
@@ -56,10 +56,15 @@ class Edit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ApplyPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What an apply does: one transaction a batch, in order. `left`: stored, not in the files, and not pruned."""
+    """What an apply does: one transaction a batch, in order.
+
+    `left`: stored, not in the files and not pruned, though pruning would delete it. `untouched`: section that no file
+    has -> how many stored things are in it, which stay whatever is asked for.
+    """
 
     batches: tuple[tuple[Edit, ...], ...]
     left: tuple[Ref, ...]
+    untouched: Mapping[str, int]
 
     @property
     def edits(self) -> tuple[Edit, ...]:
@@ -93,7 +98,8 @@ def plan_apply(
     have: dict[Ref, Entry | None] = {**dict.fromkeys(corrupt), **_flat(current)}
     want = _flat(wanted.catalog)
     missing = sorted((ref for ref in have if ref not in want), key=_order)
-    gone = [ref for ref in missing if prune and _SECTION[ref.kind] in wanted.sections]
+    spoken = [ref for ref in missing if _SECTION[ref.kind] in wanted.sections]
+    gone = spoken if prune else []
     changes = {ref: Edit(ref=ref, action=Action.DELETE, record=None) for ref in gone}
     for ref, record in want.items():
         if ref not in have:
@@ -106,8 +112,11 @@ def plan_apply(
     if new:
         raise Refused("with what the store holds the outcome would not be valid: " + "; ".join(new))
     units = _units(changes, _dependencies(changes, have, want))
-    left = tuple(ref for ref in missing if ref not in changes)
-    return ApplyPlan(batches=tuple(_pack(units, changes_max=changes_max, bytes_max=bytes_max)), left=left)
+    return ApplyPlan(
+        batches=tuple(_pack(units, changes_max=changes_max, bytes_max=bytes_max)),
+        left=() if prune else tuple(spoken),
+        untouched=Counter(_SECTION[ref.kind] for ref in missing if _SECTION[ref.kind] not in wanted.sections),
+    )
 
 
 def problems(state: Mapping[Ref, Entry | None]) -> Iterator[str]:

@@ -242,7 +242,9 @@ def test_deleting_takes_prune_and_says_what_goes(cli: Cli) -> None:
     assert cli.apply(f"models: {{a: {OK}, b: {OK}}}\naliases: {{x: a}}\n").returncode == 0
     done = cli.apply(f"models: {{b: {OK}}}\n")
     assert done.returncode == 0
-    assert "left as it is (--prune deletes): alias x, model a" in done.stderr
+    assert done.stderr == "not in the files, left as it is (--prune deletes): model a\n"
+    done = cli.apply(f"models: {{a: {OK}, b: {OK}}}\n", "--prune")
+    assert done.stderr == "no file has aliases: 1 stored left as they are (to delete them: 'aliases: {}')\n"
     assert sorted(cli.index().models) == ["a", "b"]
     done = cli.apply(f"models: {{b: {OK}}}\naliases: {{}}\n", "--prune", "--dry-run")
     assert done.stdout.splitlines() == [

@@ -62,6 +62,7 @@ def test_an_edit_says_it() -> None:
     wanted = Loaded(catalog=Catalog(models={"m": changed(source="n.gguf")}), sections=frozenset({"models"}))
     plan = plan_apply(current, wanted, prune=False, changes_max=9, bytes_max=9999)
     assert [str(edit) for edit in plan.edits] == ["update model m: source m.gguf → n.gguf"]
+    assert (plan.left, plan.untouched) == ((), {"aliases": 1})
     corrupt = frozenset({Ref(Kind.MODEL, "m")})
     plan = plan_apply(Catalog(), wanted, prune=False, changes_max=9, bytes_max=9999, corrupt=corrupt)
     assert [str(edit) for edit in plan.edits] == ["update model m: was unreadable"]
