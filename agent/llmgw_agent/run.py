@@ -80,7 +80,10 @@ def become_subreaper() -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="llmgw-agent", description="Start, watch and stop engines on this node, as its assignments say."
+        prog="llmgw-agent",
+        description="Start, watch and stop engines on this node, as its assignments say.",
+        epilog="Runs until SIGTERM or SIGINT; engines outlive it unless agent.yaml says `on_exit: stop`. Exit codes: "
+        "0 told to end, 1 failed, 2 a configuration that can't be used, 4 the data directory is another agent's.",
     )
     parser.add_argument("--config", metavar="FILE", required=True, help="agent.yaml")
     parser.add_argument(
