@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 from collections.abc import Callable
 from typing import Final, TypeVar
 
@@ -81,11 +82,23 @@ class Bounded:
 
     async def _call(self, name: str, work: Callable[[], T]) -> T:
         self._out.add(name)
+        turn, begun, given_up = threading.Lock(), False, False
 
         def call() -> T:
+            nonlocal begun
+            with turn:
+                if given_up:
+                    raise Hung(name, 0)  # to nobody
+                begun = True
             try:
                 return work()
             finally:
                 self._out.discard(name)
 
-        return await anyio.to_thread.run_sync(call, abandon_on_cancel=True, limiter=self._limiter)
+        try:
+            return await anyio.to_thread.run_sync(call, abandon_on_cancel=True, limiter=self._limiter)
+        finally:
+            with turn:
+                given_up = not begun
+                if given_up:  # the bound ended before the thread began: nothing is out
+                    self._out.discard(name)

@@ -42,7 +42,11 @@ async def test_what_hangs_is_unknown_and_is_not_asked_again() -> None:
         calls.append(1)
         never.wait()
 
-    for _ in range(3):
+    with anyio.fail_after(30):
+        while not calls:
+            with pytest.raises(Hung):
+                await bounded.run("x", work, bound_s=0.01)
+    for _ in range(2):
         with pytest.raises(Hung):
             await bounded.run("x", work, bound_s=0.01)
     assert len(calls) == 1
@@ -56,6 +60,19 @@ async def test_what_hangs_is_unknown_and_is_not_asked_again() -> None:
                 await anyio.lowlevel.checkpoint()
             else:
                 break
+
+
+async def test_what_never_began_is_not_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    bounded = Bounded()
+
+    async def no_thread_is_free(*_: object, **__: object) -> None:
+        await anyio.sleep_forever()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(anyio.to_thread, "run_sync", no_thread_is_free)
+        with pytest.raises(Hung):
+            await bounded.run("x", lambda: 7, bound_s=0.01)
+    assert await bounded.run("x", lambda: 7, bound_s=30) == 7
 
 
 async def test_an_error_of_the_work_comes_out() -> None:
