@@ -62,7 +62,8 @@ def load_config(
     config = reader.convert(tree, kind)
     if not isinstance(config, Failed):
         for place, message, near in problems(config):
-            reader.add(locate(tree, place), place, message, near=near)
+            if not reader.unread(place):
+                reader.add(locate(tree, place), place, message, near=near)
     reader.finish()
     assert not isinstance(config, Failed)  # noqa: S101  # finish() raised otherwise
     return config

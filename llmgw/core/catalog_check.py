@@ -45,27 +45,34 @@ _RANGES: Final[Mapping[type, Mapping[str, tuple[float, float, str]]]] = {
 """Lowest, highest, and what to say of them. The highest are no promises: ten times the largest known installation."""
 
 
-def model_problems(spec: ModelSpec) -> Found:
-    """What is wrong with a model, apart from its profiles and the models it names."""
+SHAPE: Final = ("nodes", "gpus_per_node", "gpu_class", "min_gpu_memory_gb", "tensor_parallel", "pipeline_parallel")
+"""Fields of a profile that are judged together."""
+
+
+def model_problems(spec: ModelSpec, *, bounds_read: bool = True) -> Found:
+    """What is wrong with a model, apart from its profiles and the models it names.
+
+    `bounds_read`: both bounds of its scaling are as written, so that they can be compared.
+    """
     yield from _source(spec.source)
     yield from _ranges(spec.scaling, ("scaling",))
-    if spec.scaling.min > spec.scaling.max:
+    if bounds_read and spec.scaling.min > spec.scaling.max:
         yield ("scaling", "min"), f"min {spec.scaling.min} is above max {spec.scaling.max}", None
     yield from _size(spec)
 
 
-def profile_problems(profile: Profile) -> Found:
-    """What is wrong with one profile."""
+def profile_problems(profile: Profile, *, shape_read: bool = True) -> Found:
+    """What is wrong with one profile. `shape_read`: each field of its `SHAPE` is as written."""
     if (why := name_problem(profile.name)) is not None:
         yield ("name",), f"{show(profile.name)} {why}", None
     if profile.engine not in ENGINES:
         yield from _unknown_engine(profile.engine, ("engine",))
     out_of_range = list(_ranges(profile))
     yield from out_of_range
-    if not out_of_range:
+    if shape_read and not out_of_range:
         yield from _shape(profile)
     yield from _texts("args", enumerate(profile.args))
-    for i, why in args_problems(profile.engine, profile.args):
+    for i, why in args_problems(profile.engine, profile.args) if profile.engine else ():  # whose flags, else
         yield ("args", i), why, None
     yield from _texts("env", profile.env.items())
     for name in profile.env:

@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 
 from llmgw.core.catalog import Alias, Catalog, EngineSpec, ModelSpec, Profile
-from llmgw.core.catalog_check import Found, engine_problems, model_problems, name_problems, profile_problems
+from llmgw.core.catalog_check import SHAPE, Found, engine_problems, model_problems, name_problems, profile_problems
 from llmgw.core.document import Failed, Reader
 from llmgw.core.yaml_tree import Fields, Items, Path, Text, Tree, Unusable, fold, locate, nearest, show
 
@@ -138,8 +138,13 @@ class _Loader:
     def _add(self, entry: _Entry, found: Found, *, tail: Path = ()) -> None:
         for place, message, near in found:
             path = (*tail, *place)
+            if path and self._unread(entry, *path):
+                continue
             node = locate(entry.tree, path) if path else entry.key
             self._reader.add(node, (*entry.path, *path), message, near=near)
+
+    def _unread(self, entry: _Entry, *path: str | int) -> bool:
+        return self._reader.unread((*entry.path, *path))
 
     # --- entries ----------------------------------------------------------------------------------------------------
 
@@ -154,7 +159,8 @@ class _Loader:
         if isinstance(spec, Failed):
             return None
         spec = msgspec.structs.replace(spec, profiles=made)
-        self._add(entry, model_problems(spec))
+        bounds_read = not any(self._unread(entry, "scaling", name) for name in ("min", "max"))
+        self._add(entry, model_problems(spec, bounds_read=bounds_read))
         return spec
 
     def _profiles(self, entry: _Entry, tree: Tree | None) -> tuple[Profile, ...]:
@@ -172,7 +178,11 @@ class _Loader:
             profile = self._reader.convert(item, Profile, (*entry.path, *tail))
             if isinstance(profile, Failed):
                 continue
-            self._add(entry, profile_problems(profile), tail=tail)
+            shape_read = not any(self._unread(entry, *tail, name) for name in SHAPE)
+            self._add(entry, profile_problems(profile, shape_read=shape_read), tail=tail)
+            profiles.append(profile)
+            if self._unread(entry, *tail, "name"):
+                continue
             line = locate(item, ("name",)).line
             if fold(profile.name) in first:
                 why = (
@@ -180,7 +190,6 @@ class _Loader:
                 )
                 self._add(entry, iter([(("name",), why, None)]), tail=tail)
             first.setdefault(fold(profile.name), line)
-            profiles.append(profile)
         return tuple(profiles)
 
     def _alias(self, entry: _Entry) -> Alias | None:
@@ -221,6 +230,8 @@ class _Loader:
                     self._add(entry, iter([(place, f"{show(target)} is here a second time", None)]))
                 elif (why := self._target_problem(target, self._entries["models"])) is not None:
                     self._add(entry, iter([(place, *why)]))
+                elif any(self._unread(self._entries["models"][each], "task") for each in (name, target)):
+                    continue
                 elif target in models and models[target].task != spec.task:
                     tasks = f"{show(target)} is for {models[target].task.value}, this model for {spec.task.value}"
                     self._add(entry, iter([(place, tasks, None)]))

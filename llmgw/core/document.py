@@ -4,7 +4,8 @@ Only the type that a value is meant for decides what it becomes: `no` is text wh
 true or false is. Unknown keys are refused with the nearest known one. Every problem is collected, not only the first.
 
 Invariant: a `Reader` that finishes has used every key of the tree and read every value. Until then a Struct may hold a
-default in place of what could not be read, so that the rest of it can be judged in the same run.
+default, or empty text, in place of what could not be read, so that the rest of it can be judged in the same run;
+`Reader.unread` tells which fields those are.
 Not here: whether values make sense together (`llmgw.core.catalog_load`, `llmgw.config`).
 """
 
@@ -42,6 +43,7 @@ class Reader:
 
     def __init__(self, *, synonyms: Mapping[str, str] | None = None) -> None:
         self.problems: list[Problem] = []
+        self._unread: set[Path] = set()
         self._synonyms = synonyms or {}
 
     def parse(self, text: str, *, file: str) -> Tree | None:
@@ -53,6 +55,10 @@ class Reader:
     def add(self, node: Node, path: Path, message: str, *, near: str | None = None) -> None:
         """Note a problem at `node`."""
         self.problems.append(problem(node, path, message, near=near))
+
+    def unread(self, path: Path) -> bool:
+        """Whether the field at `path`, or one that it is part of, could not be read."""
+        return any(path[:size] in self._unread for size in range(len(path) + 1))
 
     def unknown(self, key: Text, path: Path, known: Iterable[str]) -> None:
         """Note that `key` is none of `known`."""
@@ -112,8 +118,13 @@ class Reader:
             if field.required and field.name not in values:
                 self.add(node, (*path, field.name), "is missing")
                 values[field.name] = FAILED
-            elif not field.required and values.get(field.name) is FAILED:
+            if values.get(field.name) is not FAILED:
+                continue
+            self._unread.add((*path, field.name))
+            if not field.required:
                 del values[field.name]
+            elif isinstance(field.type, inspect.StrType):
+                values[field.name] = ""
         return info.cls(**values) if _complete(values.values()) else FAILED
 
     def _dict(self, node: Tree, info: inspect.DictType, path: Path) -> Any:

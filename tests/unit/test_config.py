@@ -289,3 +289,18 @@ def test_an_option_does_not_repair_what_is_no_mapping(file: Path) -> None:
     file.write_text("etcd: nonsense\n")
     with pytest.raises(Invalid, match="etcd: must be a mapping"):
         load_config(file, GatewayConfig, env={"LLMGW_ETCD": "http://a:1"})
+
+
+def test_what_could_be_read_is_judged_beside_what_could_not(file: Path) -> None:
+    text = "name: node 1\ndatadir: x\nengine_ports: [2, 1]\non_exit: kep\n"
+    text += "engines:\n  - {engine: lama.cpp, versio: 1, binary: x}\n"
+    assert [problem.split(": ")[1] for problem in refused(file, AgentConfig, text)] == [
+        "data_dir",
+        "name",
+        "datadir",
+        "engine_ports",
+        "on_exit",
+        "engines[0].versio",
+        "engines[0].version",
+        "engines[0].engine",
+    ]

@@ -353,3 +353,40 @@ def test_an_alias_of_an_alias_of_nothing_is_told_without_a_guess() -> None:
         "a.yaml:2: aliases.a: 'b' is an alias (a.yaml:2); name a model",
         "a.yaml:2: aliases.b: must be text, not a list of 1",
     ]
+
+
+def test_what_could_be_read_is_judged_beside_what_could_not() -> None:
+    text = """models:
+  m:
+    sorce: x
+    scaling: {min: 2, max: 1}
+    fallbacks: [m]
+    profiles:
+      - {nam: p, engine: vllm, slots: 0, tensor_parallel: 2}
+      - {name: q, engin: vllm, context: 0, args: [--max-model-len]}
+engines:
+  vllm: {versio: 1, source: http://x/}
+"""
+    assert sorted(problem.split(": ")[1] for problem in refused(text)) == sorted(
+        [
+            "models.m.source",
+            "models.m.sorce",
+            "models.m.scaling.min",
+            "models.m.fallbacks[0]",
+            *(f"models.m.profiles[0].{field}" for field in ("name", "nam", "slots")),
+            *(f"models.m.profiles[1].{field}" for field in ("engine", "engin", "context")),
+            "engines.vllm.version",
+            "engines.vllm.versio",
+            "engines.vllm.source",
+        ]
+    )
+
+
+def test_what_stands_for_an_unread_value_is_not_compared() -> None:
+    text = """models:
+  m: {source: x, task: embd, fallbacks: [n], scaling: {min: 2, max: two}, profiles: [{name: p, engine: vllm}]}
+  n: {source: x, task: rerank, profiles: [{name: p, engine: vllm, gpus_per_node: one, tensor_parallel: 2}]}
+"""
+    told = refused(text)
+    assert len(told) == 3
+    assert all(" is not " in problem for problem in told)
