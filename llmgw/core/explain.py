@@ -102,9 +102,13 @@ class Receipt(Record, frozen=True, kw_only=True):
 
 
 class Unplaced(Record, frozen=True, kw_only=True):
-    """Why a wanted replica runs nowhere, bounded as a `Receipt` is."""
+    """Why a wanted replica runs nowhere, bounded as a `Receipt` is.
+
+    `refused`: how many nodes each constraint turned down, a node once for all profiles. `nodes`: how many were judged.
+    """
 
     revision: int
+    nodes: int = 0
     refused: dict[str, int] = {}
     nearest: tuple[Refusal, ...] = ()
 
@@ -183,7 +187,7 @@ def render(refusal: Refusal) -> str:
 
 
 _FIXED: Final = {
-    Constraint.NO_NODES: "there is no node",
+    Constraint.NO_NODES: "there is no node yet",
     Constraint.NO_PROFILES: "the model has no profile",
     Constraint.RESTORING: "the store was restored: waiting until every node has reported",
 }
@@ -193,14 +197,42 @@ _FIXED: Final = {
 def render_at(refusal: Refusal) -> str:
     """A refusal as a whole sentence, naming its node and profile: "n1 (cpu): has 8 GB of memory, needs 24"."""
     place = f"{refusal.node} ({refusal.profile})" if refusal.node and refusal.profile else refusal.node
-    subject = place or refusal.profile
+    subject = "" if refusal.constraint is Constraint.NO_NODES else place or refusal.profile
     return f"{subject}: {render(refusal)}" if subject else render(refusal)
 
 
 def summarise(unplaced: Unplaced) -> str:
-    """Why nothing fits, in one line: the counts, and the nearest miss."""
-    counts = ", ".join(f"{count} × {name.replace('_', ' ')}" for name, count in unplaced.refused.items())
-    return f"fits nowhere: {counts}" + (f"; {render_at(unplaced.nearest[0])}" if unplaced.nearest else "")
+    """Why nothing fits, in one line: how many nodes lack what, and the nearest miss."""
+    near = render_at(unplaced.nearest[0]) if unplaced.nearest else ""
+    if Constraint.NO_NODES.value in unplaced.refused:
+        return _FIXED[Constraint.NO_NODES]
+    counts = ", ".join(_count(name, count) for name, count in unplaced.refused.items())
+    if unplaced.nodes <= 1:
+        return f"{'does not fit on the only node' if unplaced.nodes else 'fits nowhere'}: {near or counts}"
+    return f"fits on none of {unplaced.nodes} nodes: {counts}" + (f" ({near})" if near else "")
+
+
+_LACKS: Final = {
+    Constraint.NOT_READY: ("is not ready", "are not ready"),
+    Constraint.CORDONED: ("is cordoned", "are cordoned"),
+    Constraint.SELECTOR: ("lacks a label", "lack a label"),
+    Constraint.ENGINE_UNCHECKED: ("has not checked its engines yet", "have not checked their engines yet"),
+    Constraint.ENGINE_MISSING: ("lacks the engine", "lack the engine"),
+    Constraint.ENGINE_VERSION: ("has another version of the engine", "have another version of the engine"),
+    Constraint.MEMORY: ("has too little memory left", "have too little memory left"),
+    Constraint.MEMORY_TOTAL: ("has too little memory", "have too little memory"),
+    Constraint.UNACCOUNTED: ("runs what is not accounted for", "run what is not accounted for"),
+    Constraint.SHARDS_MAX: ("is full", "are full"),
+    Constraint.RECORD_CORRUPT: ("has a record that can't be read", "have a record that can't be read"),
+    Constraint.UNSUPPORTED: ("profile is not supported", "profiles are not supported"),
+}
+"""What is said of one node and of several that a constraint turned down; of any other, its name."""
+
+
+def _count(name: str, count: int) -> str:
+    """How many nodes a constraint turned down. It may be the name of one that only a newer leader knows."""
+    known = next((words for constraint, words in _LACKS.items() if constraint.value == name), None)
+    return f"{count} × {name.replace('_', ' ')}" if known is None else f"{count} {known[count != 1]}"
 
 
 def _same_unit(size: int | None, beside: int | None) -> str:

@@ -61,7 +61,13 @@ class Rejection(msgspec.Struct, frozen=True, kw_only=True):
 
     def unplaced(self, revision: int) -> Unplaced:
         """The bounded form that is stored."""
-        return Unplaced(revision=revision, refused=counted(self.refusals), nearest=nearest(self.refusals))
+        each = {(refusal.constraint, refusal.node): refusal for refusal in self.refusals}
+        return Unplaced(
+            revision=revision,
+            nodes=len({node for _, node in each if node}),
+            refused=counted(each.values()),
+            nearest=nearest(self.refusals),
+        )
 
 
 def by_priority(spec: ModelSpec) -> list[Profile]:

@@ -25,6 +25,7 @@ from llmgw.core.explain import (
     summarise,
 )
 from llmgw.core.ids import NAME_LEN_MAX
+from llmgw.core.placement import Rejection
 from llmgw.core.units import GB
 
 C = Constraint
@@ -61,7 +62,7 @@ def refusal(constraint: Constraint, **fields: object) -> Refusal:
         (refusal(C.ENGINE_VERSION, detail="has vllm 1, needs 2"), "has vllm 1, needs 2"),
         (refusal(C.UNACCOUNTED, detail="x-1"), "runs x-1, and what that holds is not known yet"),
         (refusal(C.SHARDS_MAX, total=60), "holds 60 shards, and no node takes more"),
-        (refusal(C.NO_NODES), "there is no node"),
+        (refusal(C.NO_NODES), "there is no node yet"),
         (refusal(C.NO_PROFILES), "the model has no profile"),
         (refusal(C.RESTORING), "the store was restored: waiting until every node has reported"),
         (refusal(C.GPU_CLAIMED, detail="GPU 0 is claimed by x-1"), "GPU 0 is claimed by x-1"),
@@ -121,11 +122,24 @@ def test_only_a_change_beyond_numbers_rewrites_what_is_stored() -> None:
 
 def test_a_summary_holds_the_counts_and_the_nearest_miss() -> None:
     near = refusal(C.MEMORY_TOTAL, total=8 * GB, needed=24 * GB)
-    unplaced = Unplaced(revision=1, refused={"cordoned": 1, "memory_total": 2}, nearest=(near,))
+    unplaced = Unplaced(revision=1, nodes=3, refused={"cordoned": 1, "memory_total": 2}, nearest=(near,))
     assert summarise(unplaced) == (
-        "fits nowhere: 1 × cordoned, 2 × memory total; n1 (cpu): has 8 GB of memory, needs 24"
+        "fits on none of 3 nodes: 1 is cordoned, 2 have too little memory (n1 (cpu): has 8 GB of memory, needs 24)"
     )
-    assert summarise(Unplaced(revision=1, refused={"no_nodes": 1})) == "fits nowhere: 1 × no nodes"
+    one = Unplaced(revision=1, nodes=1, refused={"memory_total": 1}, nearest=(near,))
+    assert summarise(one) == "does not fit on the only node: n1 (cpu): has 8 GB of memory, needs 24"
+    none = Unplaced(revision=1, refused={"no_nodes": 1}, nearest=(refusal(C.NO_NODES, node=""),))
+    assert summarise(none) == "there is no node yet"
+    gpus = refusal(C.UNSUPPORTED, node="", detail="asks for GPUs")
+    unsupported = Unplaced(revision=1, refused={"unsupported": 1}, nearest=(gpus,))
+    assert summarise(unsupported) == "fits nowhere: cpu: asks for GPUs"
+    assert summarise(Unplaced(revision=1, nodes=2, refused={"later": 2})) == "fits on none of 2 nodes: 2 × later"
+
+
+def test_a_node_is_counted_once_whatever_the_profiles() -> None:
+    twice = [refusal(C.MEMORY), refusal(C.MEMORY, profile="big"), refusal(C.MEMORY, node="n2")]
+    unplaced = Rejection(refusals=tuple(twice)).unplaced(7)
+    assert (unplaced.nodes, unplaced.refused) == (2, {"memory": 2})
 
 
 def test_inv11_the_largest_receipt_stays_within_its_bound() -> None:
