@@ -26,6 +26,9 @@ _WATCHED: Final = PASSED_ON | {b"content-length", b"transfer-encoding", b"host",
 _CR: Final = 13
 """CR and LF, and nothing that a method may begin with, are not above it."""
 
+_LENGTH_DIGITS_MAX: Final = 20
+"""Of a 64-bit number."""
+
 _USUAL: Final = frozenset({b"content-length", b"host"})
 """Of the watched headers, nearly every request to an engine has these and no others."""
 
@@ -98,7 +101,7 @@ class RequestParser:
                 raise error.__context__ from None
             raise
         except httptools.HttpParserUpgrade:
-            self.ready.clear()  # it counts as whole for the parser
+            self.ready.pop()  # it counts as whole for the parser
             raise _bad("this connection can't be upgraded") from None
         except httptools.HttpParserError as error:
             raise _bad(f"malformed request: {error}") from None
@@ -147,8 +150,8 @@ class RequestParser:
         if b"host" not in headers and not request.http10:
             raise _bad("a request has a host header")
         length = headers.get(b"content-length", b"0")
-        if not length.isdigit():  # llhttp has refused all but white space behind it
-            raise _bad("content-length must be digits only")
+        if not length.isdigit() or len(length) > _LENGTH_DIGITS_MAX:  # llhttp lets white space behind it and zeros pass
+            raise _bad("content-length must be a plain number")
         if int(length) > self._room_bytes:
             raise self._body_too_large(endpoint)
         if headers.keys() != _USUAL:

@@ -188,10 +188,10 @@ class Client(asyncio.Protocol):
         if now_s - self._taken_s > self._hub.config.write_timeout_s:
             self.abort()
             return
-        if self.heard or unsent_bytes or (self._work is not None and not self._closing):
+        if self.heard or unsent_bytes or self._work is not None:
             self.heard = False
             self._since_s = now_s
-        if self._overdue(now_s):
+        if not unsent_bytes and self._overdue(now_s):
             self.abort()
 
     # --- inside ---

@@ -43,6 +43,7 @@ AMBIGUOUS = {
     "a length with a space within": length(b" " + N[:1] + b" " + N[1:]),
     "a length in hex": length(b" 0x10"),
     "an empty length": length(b""),
+    "a length behind thousands of zeros": length(b" " + b"0" * 5000 + N),
     "a length beyond reason": length(b" 99999999999999999999999999"),
     "a space before the colon": POST + b"Content-Length : " + N + b"\r\n\r\n" + BODY,
     "a bare LF after the request line": POST.replace(b"1.1\r\n", b"1.1\n")
@@ -108,6 +109,16 @@ async def test_d11_good_requests_before_a_bad_one_are_answered(rig: Rig) -> None
     assert (await wire.answer()).status == 200
     assert (await wire.answer()).status == 400
     assert await wire.closed() == b""
+    assert len(engine.seen) == 1
+
+
+async def test_d11_nor_is_an_upgrade_that_follows_a_good_request(rig: Rig) -> None:
+    engine = await rig.engine()
+    rig.route(engine.port)
+    wire = await rig.connect()
+    await wire.send(request(chat()) + AMBIGUOUS["an upgrade"])
+    assert (await wire.answer()).status == 200
+    assert (await wire.answer()).status == 400
     assert len(engine.seen) == 1
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 import pytest
 
@@ -93,6 +95,44 @@ async def test_nor_may_it_send_for_ever(rig: Rig) -> None:
         assert client in rig.hub.clients
     client.sweep(now_s + LINGER_S + 1)
     await rig.until(lambda: client not in rig.hub.clients)
+
+
+class SlowTransport(asyncio.Transport):
+    """A connection that still has `unsent` bytes to send."""
+
+    def __init__(self, unsent: int) -> None:
+        super().__init__()
+        self.unsent = unsent
+        self.aborted = False
+
+    def get_write_buffer_size(self) -> int:
+        return self.unsent
+
+    def write(self, data: object) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+async def test_a_slow_client_gets_the_end_of_its_last_answer_too(rig: Rig) -> None:
+    write_timeout_s = rig.config.write_timeout_s
+    client, transport = Client(rig.hub, rig.exposition), SlowTransport(300_000)
+    client.connection_made(transport)
+    client.finished(keep_alive=False)
+    now_s = rig.hub.clock()
+    client.sweep(now_s)
+    while transport.unsent > 1000:
+        transport.unsent -= 1000
+        now_s += write_timeout_s - 1
+        client.sweep(now_s)
+        assert not transport.aborted
+    client.sweep(now_s + write_timeout_s + 1)  # it took nothing in all that time
+    assert transport.aborted
+    client.connection_lost(None)
 
 
 class TestUpstream:
