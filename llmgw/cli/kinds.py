@@ -15,7 +15,7 @@ from llmgw.core.explain import summarise
 from llmgw.core.inventory import node_inventory
 from llmgw.core.node import GpuHealth
 from llmgw.core.snapshot import Index, Kind, Ref
-from llmgw.core.units import GB, format_bytes
+from llmgw.core.units import GB, format_bytes, format_number
 from llmgw.store import codec
 
 UNKNOWN: Final = "-"
@@ -80,7 +80,7 @@ def _node(index: Index, name: str) -> Row:
     return (
         name,
         word,
-        UNKNOWN if facts is None or facts.cpus is None else f"{facts.cpus:g}",
+        UNKNOWN if facts is None else format_number(facts.cpus),
         _memory(node.claimed_bytes + node.unclaimed_bytes, node.memory_total_bytes, known=not node.unaccounted),
         _gpus(index, name),
         _engines(index, name),
@@ -93,7 +93,7 @@ def _memory(used: int, total: int | None, *, known: bool) -> str:
     """`4.5/16 GB`: promised, and what there is; `-` for what is not known."""
     if total is None:
         return UNKNOWN
-    return f"{f'{used / GB:.1f}'.removesuffix('.0') if known else UNKNOWN}/{format_bytes(total)}"
+    return f"{format_number(used / GB) if known else UNKNOWN}/{format_bytes(total)}"
 
 
 def _gpus(index: Index, name: str) -> str:

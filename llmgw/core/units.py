@@ -40,4 +40,15 @@ def format_bytes(count: int | None) -> str:
         return "-"
     if abs(count) < GB // 10:
         return f"{count / 10**6:.0f} MB"
-    return f"{count / GB:.1f}".removesuffix(".0") + " GB"
+    return format_number(count / GB) + " GB"
+
+
+def format_used(used: int, total: int | None) -> str:
+    """How much of a size is used, in its unit: `0 of 8.4 GB`."""
+    same_unit = total is not None and total >= GB // 10
+    return f"{format_number(used / GB) if same_unit else format_bytes(used)} of {format_bytes(total)}"
+
+
+def format_number(value: float | None) -> str:
+    """A number for people, with at most one decimal; `-` when unknown."""
+    return "-" if value is None else f"{value:.1f}".removesuffix(".0")

@@ -13,7 +13,7 @@ from llmgw.core.explain import render_at
 from llmgw.core.node import Liveness, NodeState
 from llmgw.core.replica import Replica
 from llmgw.core.snapshot import Index
-from llmgw.core.units import Now, format_bytes
+from llmgw.core.units import Now, format_number, format_used
 from llmgw.obs.metrics import claimed_bytes
 from llmgw.obs.status import ControllerStatus
 
@@ -25,7 +25,7 @@ PROBLEMS_MAX = 20
 
 
 class NodeRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One node. `memory_share`: claimed part of its memory, 0 to 1, None when its memory is unknown."""
+    """One node. `memory`: how much of it is claimed; `memory_share`: the same, 0 to 1, None when that is unknown."""
 
     name: str
     liveness: str
@@ -34,7 +34,6 @@ class NodeRow(msgspec.Struct, frozen=True, kw_only=True):
     address: str
     cpus: str
     memory: str
-    claimed: str
     memory_share: float | None
     shards: int
     notes: tuple[str, ...]
@@ -137,9 +136,8 @@ def _node(index: Index, name: str, now: Now) -> NodeRow:
         since=_since(state, now),
         reason="" if state is None or state.liveness is Liveness.READY else state.reason,
         address="-" if session is None else session.address,
-        cpus="-" if facts is None or facts.cpus is None else f"{facts.cpus:g}",
-        memory=format_bytes(total),
-        claimed=format_bytes(claimed),
+        cpus=format_number(None if facts is None else facts.cpus),
+        memory=format_used(claimed, total),
         memory_share=min(1.0, claimed / total) if total else None,
         shards=len(index.reports_on.get(name, ())),
         notes=(*notes, *(() if facts is None else facts.warnings)),

@@ -138,7 +138,7 @@ def test_the_page_shows_who_leads_nodes_models_and_why_not_more() -> None:
     bench = Bench()
     bench.put(Kind.META, "", StoreMeta(incarnation="store-1"))
     bench.put(Kind.LEADER, "", Leader(id="ctl-b", address="host-b:8800", version="1", pid=1))
-    bench.put(Kind.FACTS, "n0", Facts(node="n0", boot_id="b", memory_bytes=8 * 10**9, cpus=4))
+    bench.put(Kind.FACTS, "n0", Facts(node="n0", boot_id="b", memory_bytes=8 * 10**9, cpus=0.666666))
     bench.put(Kind.NODE_STATE, "n0", NodeState(name="n0", liveness=Liveness.READY, since_at=10_000 - 7200))
     bench.put(Kind.FACTS, "n1", Facts(node="n1", boot_id="b"))
     bench.put(Kind.NODE_STATE, "n1", NodeState(name="n1", liveness=Liveness.LOST, since_at=0, reason="gone away"))
@@ -151,7 +151,8 @@ def test_the_page_shows_who_leads_nodes_models_and_why_not_more() -> None:
         "ctl-b (host-b:8800)",
         "standby",
         "store-1",
-        "4 GB of 8 GB",
+        "4 of 8 GB",
+        ">0.7<",
         'value="0.500"',
         "2 h",
         "gone away",
