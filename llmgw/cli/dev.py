@@ -156,7 +156,9 @@ def dev(
     etcd_bin: str | None,
     settings: IO[str] | None,
 ) -> None:
-    """Run a whole cluster on this machine: etcd, controllers, gateways, and agents that play nodes.
+    """Run a whole cluster on this machine.
+
+    It has etcd, controllers, gateways, and agents that play nodes.
 
     It restarts what dies, keeps its state in one directory, and stops all of it, engines too, on Ctrl-C.
     """

@@ -99,7 +99,7 @@ async def _raw(store: EtcdStore, key: str, *, prefix: bool, rev: int | None, for
     listing = await _listing(store, within, rev)
     items = [item for item in listing.items if (item.key.startswith(key) if prefix else item.key == key)]
     if not prefix and not items:
-        raise NotFound("key", key)
+        raise NotFound("key", key, "--prefix" if key.endswith("/") else None)
     if form == "table":
         for item in items:
             say(f"{item.key}\n{shown(item.key, item.value).text}")

@@ -44,6 +44,11 @@ EXIT_CODES: Final[Mapping[type[LlmgwError], int]] = {
 }
 """Exit code of each family; any other error of ours is 1."""
 
+HELP_EXIT_CODES: Final = (
+    "Exit codes: 0 done, 1 failed, 2 wrong usage or an invalid file, 3 not found, 4 valid but refused, "
+    "5 store unreachable, 6 done in part, 130 interrupted."
+)
+
 EXPECTED: Final = (click.ClickException, click.Abort, LlmgwError, KeyboardInterrupt, ReaderGone)
 """What may end a command. Anything else is a bug, and keeps its traceback."""
 
@@ -73,7 +78,7 @@ class Commands(click.Group):
         return super().resolve_command(ctx, args)
 
 
-@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]}, epilog=HELP_EXIT_CODES)
 @click.version_option(package_name="llmgw", prog_name="llmgw", message="%(prog)s %(version)s")
 def cli() -> None:
     """Run language models on a private fleet of machines, behind one OpenAI-compatible address."""

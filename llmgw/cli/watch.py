@@ -43,6 +43,7 @@ def watch(*, connection: Connection, what: str, prefix: bool, rev: int | None, f
         def wanted(key: str) -> bool:
             return key.startswith(what) if prefix else key == what
 
+        _begin(what)
         connection.run(lambda store: _watch(store, within, rev, wanted=wanted, as_json=form == "json"))
         return
     if prefix:
@@ -51,7 +52,14 @@ def watch(*, connection: Connection, what: str, prefix: bool, rev: int | None, f
         raise click.UsageError("A kind is printed as JSON, one object a line.")
     check_kind(what, list(KINDS))
     prefixes = tuple(keys.prefix(kind) for kind in KINDS[what].watched)
+    _begin(what)
     connection.run(lambda store: _watch(store, prefixes, rev, wanted=lambda _: True, as_json=True))
+
+
+def _begin(what: str) -> None:
+    """To a person, who may see nothing else for long, say what goes on."""
+    if sys.stderr.isatty():
+        say(f"watching {what}; Ctrl-C ends it", err=True)
 
 
 async def _watch(

@@ -36,7 +36,7 @@ EVERY_ADDRESS: Final = frozenset({"0.0.0.0", "::"})  # noqa: S104  # recognised,
 log = logging.getLogger(__name__)
 
 
-@click.command(name="llmgw-controller")
+@click.command(name="llmgw-controller", context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--config", "path", metavar="FILE", help="controller.yaml; without it, every default holds.")
 @click.option("--etcd", metavar="URLS", help="etcd endpoints, comma-separated; wins over LLMGW_ETCD and the file.")
 @click.version_option(package_name="llmgw")

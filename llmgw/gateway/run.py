@@ -36,7 +36,7 @@ DRAIN_S: Final = 30.0
 log = logging.getLogger(__name__)
 
 
-@click.command(name="llmgw-gateway")
+@click.command(name="llmgw-gateway", context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--config", "path", metavar="FILE", help="gateway.yaml; without it, every default holds.")
 @click.option("--etcd", metavar="URLS", help="etcd endpoints, comma-separated; wins over LLMGW_ETCD and the file.")
 @click.version_option(package_name="llmgw")

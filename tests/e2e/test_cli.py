@@ -487,6 +487,8 @@ def test_raw_keys_as_etcdctl_shows_them(cli: Cli) -> None:
     old = cli("get", key, "--rev", str(item["create_revision"]), "-o", "json")
     assert json.loads(old.stdout)["value"]["version"] == "1"
     assert cli("get", key, "--rev", "999999999").returncode == 4
+    done = cli("get", "/llmgw/spec/")
+    assert (done.returncode, done.stderr) == (3, "llmgw: no key named '/llmgw/spec/' (did you mean '--prefix'?)\n")
     found = json.loads(cli("get", "--prefix", "/llmgw/spec/engines/s", "-o", "json").stdout)
     assert [each["key"] for each in found] == ["/llmgw/spec/engines/sglang"]
     assert cli("get", "--prefix", "/llmgw/spec/enginesx").stdout == ""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+
 import click
 import pytest
 
 from llmgw.cli import main as cli_main
-from llmgw.cli.connection import Unreachable
+from llmgw.cli.connection import Connection, Unreachable
+from llmgw.controller.run import main as controller
 from llmgw.errors import Conflict, Denied, Invalid, LlmgwError, NotFound, Partial, Problem, Refused, TooLarge
+from llmgw.gateway.run import main as gateway
 
 
 def outcome(monkeypatch: pytest.MonkeyPatch, error: BaseException | None) -> int:
@@ -61,6 +65,15 @@ def test_every_command_is_there_and_says_what_it_does(capsys: pytest.CaptureFixt
     assert cli_main.main(["--help"]) == 0
     text = capsys.readouterr().out
     assert all(f"\n  {name} " in text for name in cli_main.COMMANDS)
+    assert "..." not in text.partition("Commands:")[2], "each first line fits"
+    for code in {0, cli_main.FAILED, cli_main.INTERRUPTED, *cli_main.EXIT_CODES.values()}:
+        assert f" {code} " in text.partition("Exit codes:")[2]
+
+
+@pytest.mark.parametrize("command", [controller, gateway, cli_main.cli])
+def test_help_has_a_short_option(command: click.Command, capsys: pytest.CaptureFixture[str]) -> None:
+    command.main(["-h"], standalone_mode=False)
+    assert "-h, --help" in capsys.readouterr().out
 
 
 def test_a_mistyped_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,3 +88,13 @@ def test_control_characters_in_an_error_do_not_reach_the_terminal(
 ) -> None:
     assert outcome(monkeypatch, Refused("a\x1b[31mb\nc")) == 4
     assert capsys.readouterr().err == "llmgw: a\\x1b[31mb\nllmgw: c\n"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_watch_on_a_terminal_says_that_it_watches(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], terminal: bool
+) -> None:
+    monkeypatch.setattr(Connection, "run", lambda *_: None)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    assert cli_main.main(["watch", "models"]) == 0
+    assert capsys.readouterr() == ("", "watching models; Ctrl-C ends it\n" if terminal else "")
