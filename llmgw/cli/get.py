@@ -16,6 +16,7 @@ from llmgw.core.catalog_dump import written
 from llmgw.core.snapshot import Kind
 from llmgw.core.yaml_tree import nearest
 from llmgw.errors import NotFound, Partial, Refused
+from llmgw.obs.clock import system_wall
 from llmgw.store import keys
 from llmgw.store.port import Listing
 
@@ -76,7 +77,7 @@ async def get_kind(store: EtcdStore, what: str, name: str | None, *, form: str) 
         objects = [view.object(index, each) for each in names]
         emit_as(form, objects if name is None else objects[0])
     elif names:
-        table(view.headers, view.rows(index, names))
+        table(view.headers, view.rows(index, names, system_wall()))
     else:
         say(f"There are no {what}.", err=True)
 

@@ -13,6 +13,7 @@ import msgspec
 
 from llmgw.core.explain import summarise
 from llmgw.core.inventory import node_inventory
+from llmgw.core.model_text import why_now
 from llmgw.core.node import GpuHealth
 from llmgw.core.snapshot import Index, Kind, Ref
 from llmgw.core.units import GB, format_bytes, format_number
@@ -27,14 +28,15 @@ class KindView(msgspec.Struct, frozen=True, kw_only=True):
     """One kind.
 
     noun: what one of it is called. watched: what `watch` follows. parts: what an object is made of, by field; with one
-    part only, the object is that record itself. reads: what must be read beside for the table.
+    part only, the object is that record itself. reads: what must be read beside for the table. row: the
+    table's, as of a moment in Unix seconds.
     """
 
     noun: str
     watched: tuple[Kind, ...]
     parts: Mapping[str, Kind]
     headers: Row
-    row: Callable[[Index, str], Row]
+    row: Callable[[Index, str, float], Row]
     reads: tuple[Kind, ...] = ()
 
     @property
@@ -57,17 +59,17 @@ class KindView(msgspec.Struct, frozen=True, kw_only=True):
             return {**(record or {"name": name}), **({"corrupt": corrupt} if corrupt else {})}
         return {"name": name, **records, **({"corrupt": corrupt} if corrupt else {})}
 
-    def rows(self, index: Index, names: Sequence[str]) -> list[Row]:
-        """The table's rows; the last column also says what can't be read."""
+    def rows(self, index: Index, names: Sequence[str], wall_s: float) -> list[Row]:
+        """The table's rows as of `wall_s`, Unix seconds; the last column also says what can't be read."""
         made: list[Row] = []
         for name in names:
-            *cells, last = self.row(index, name)
+            *cells, last = self.row(index, name, wall_s)
             bad = [row.corrupt for kind in self.parts.values() if (row := index.row(Ref(kind, name))) and row.corrupt]
             made.append((*cells, "; ".join(part for part in (last, *(f"can't be read: {why}" for why in bad)) if part)))
         return made
 
 
-def _node(index: Index, name: str) -> Row:
+def _node(index: Index, name: str, _: float) -> Row:
     node = node_inventory(index, name)
     state, facts = index.node_states.record(name), node.facts
     word = UNKNOWN if node.liveness is None else node.liveness.value
@@ -111,11 +113,11 @@ def _engines(index: Index, name: str) -> str:
     return ", ".join(build.id for build in facts.engines.builds) or "none"
 
 
-def _model(index: Index, name: str) -> Row:
+def _model(index: Index, name: str, wall_s: float) -> Row:
     spec, state = index.models.record(name), index.model_states.record(name)
     why = ""
     if state is not None:
-        why = state.reason or ("" if state.unplaced is None else summarise(state.unplaced))
+        why = why_now(state, wall_s) or ("" if state.unplaced is None else summarise(state.unplaced))
     if spec is None and Ref(Kind.MODEL, name) not in {ref for ref, _ in index.corrupt()}:
         why = "; ".join(part for part in ("not in the catalog any more", why) if part)
     return (
@@ -128,7 +130,7 @@ def _model(index: Index, name: str) -> Row:
     )
 
 
-def _replica(index: Index, name: str) -> Row:
+def _replica(index: Index, name: str, _: float) -> Row:
     replica = index.replicas.record(name)
     if replica is None:
         return (name, *[UNKNOWN] * 4, "")
@@ -136,7 +138,7 @@ def _replica(index: Index, name: str) -> Row:
     return (name, replica.phase.value, replica.model, replica.profile, nodes, replica.reason)
 
 
-def _shard(index: Index, name: str) -> Row:
+def _shard(index: Index, name: str, _: float) -> Row:
     order, report = index.assignments.record(name), index.reports.record(name)
     model = order.model if order is not None else report.model if report is not None else UNKNOWN
     reached = UNKNOWN
@@ -153,12 +155,12 @@ def _shard(index: Index, name: str) -> Row:
     )
 
 
-def _alias(index: Index, name: str) -> Row:
+def _alias(index: Index, name: str, _: float) -> Row:
     alias = index.aliases.record(name)
     return (name, UNKNOWN if alias is None else alias.model)
 
 
-def _engine(index: Index, name: str) -> Row:
+def _engine(index: Index, name: str, _: float) -> Row:
     spec = index.engines.record(name)
     return (name, UNKNOWN, UNKNOWN) if spec is None else (name, spec.version, spec.source)
 

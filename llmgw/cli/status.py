@@ -12,6 +12,7 @@ from llmgw.cli.connection import Connection, read_index, store_options
 from llmgw.cli.kinds import KINDS, UNKNOWN
 from llmgw.cli.output import emit_as, say
 from llmgw.core.snapshot import Index, Kind
+from llmgw.obs.clock import system_wall
 from llmgw.store import codec
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def status(*, connection: Connection, form: str) -> None:
 async def _status(store: EtcdStore, endpoints: tuple[str, ...], *, form: str) -> None:
     index = await read_index(store, _READ)
     if form == "table":
-        for label, text in _lines(index, endpoints):
+        for label, text in _lines(index, endpoints, system_wall()):
             say(f"{label:<10}{text}")
     else:
         emit_as(form, _object(index, endpoints))
@@ -70,7 +71,7 @@ def _object(index: Index, endpoints: tuple[str, ...]) -> dict[str, Any]:
     }
 
 
-def _lines(index: Index, endpoints: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+def _lines(index: Index, endpoints: tuple[str, ...], wall_s: float) -> Iterator[tuple[str, str]]:
     yield "etcd", f"{', '.join(endpoints)} at revision {index.revision}"
     meta = None if index.meta is None else index.meta.record
     yield "store", "new: no controller has been here" if meta is None else f"incarnation {meta.incarnation}"
@@ -91,7 +92,7 @@ def _lines(index: Index, endpoints: tuple[str, ...]) -> Iterator[tuple[str, str]
     short = [name for name, state in states.items() if state is None or state.ready < state.wanted]
     yield "models", f"{len(states) - len(short)} of {len(states)} as wanted" if states else "none"
     for name in short:
-        _, ready, *_, why = KINDS["models"].row(index, name)
+        _, ready, *_, why = KINDS["models"].row(index, name, wall_s)
         told = "no controller has looked at it yet" if states[name] is None else f"{ready} ready"
         yield "", f"{name}: {told}" + (f", {why}" if why else "")
     for ref, why in index.corrupt():

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import msgspec
 
 from llmgw.core.explain import render_at
+from llmgw.core.model_text import why_now
 from llmgw.core.node import Liveness, NodeState
 from llmgw.core.replica import Replica
 from llmgw.core.snapshot import Index
@@ -101,7 +102,9 @@ def page(status: ControllerStatus, now: Now) -> Page:
         version=status.leader.version,
         alerts=tuple(_alerts(status, index, age_s, now)),
         nodes=tuple(_node(index, name, now) for name in index.nodes()),
-        models=tuple(_model(index, name) for name in sorted({*index.models, *index.model_states, *index.replicas_of})),
+        models=tuple(
+            _model(index, name, now) for name in sorted({*index.models, *index.model_states, *index.replicas_of})
+        ),
         aliases=tuple((alias.name, alias.model) for alias in index.aliases.records()),
     )
 
@@ -144,14 +147,14 @@ def _node(index: Index, name: str, now: Now) -> NodeRow:
     )
 
 
-def _model(index: Index, name: str) -> ModelRow:
+def _model(index: Index, name: str, now: Now) -> ModelRow:
     spec, state = index.models.record(name), index.model_states.record(name)
     replicas = [index.replicas.record(one) for one in sorted(index.replicas_of.get(name, ()))]
     why = []
     if spec is None:
         why.append("not in the catalog any more")
     if state is not None and state.reason:
-        why.append(state.reason)
+        why.append(why_now(state, now.wall_s))
     if state is not None and state.unplaced is not None:
         why += [render_at(refusal) for refusal in state.unplaced.nearest]
     return ModelRow(

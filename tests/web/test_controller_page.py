@@ -143,7 +143,11 @@ def test_the_page_shows_who_leads_nodes_models_and_why_not_more() -> None:
     bench.put(Kind.FACTS, "n1", Facts(node="n1", boot_id="b"))
     bench.put(Kind.NODE_STATE, "n1", NodeState(name="n1", liveness=Liveness.LOST, since_at=0, reason="gone away"))
     bench.put(Kind.MODEL, "m", ModelSpec(name="m", source="m.gguf"))
-    bench.put(Kind.MODEL_STATE, "m", ModelState(name="m", wanted=2, placed=1, ready=0, reason="waits 20 s"))
+    bench.put(
+        Kind.MODEL_STATE,
+        "m",
+        ModelState(name="m", wanted=2, placed=1, ready=0, reason="died", failure="died", retry_at=10_020),
+    )
     bench.put(Kind.REPLICA, "m-abcde", replica("m-abcde"))
     bench.put(Kind.ALIAS, "gpt", Alias(name="gpt", model="m"))
     html = bench.page()
@@ -158,7 +162,7 @@ def test_the_page_shows_who_leads_nodes_models_and_why_not_more() -> None:
         "gone away",
         "0 MB of -",
         "m-abcde",
-        "waits 20 s",
+        "died; next try in 20 s",
         "gpt",
     ):
         assert text in html, text

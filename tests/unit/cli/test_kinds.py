@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import msgspec
 import pytest
 
 from llmgw.cli.kinds import KINDS
@@ -76,7 +77,7 @@ def index_of(records: Mapping[Ref, Record | str]) -> Index:
 def row(kind: str, name: str, records: Mapping[Ref, Record | str]) -> tuple[str, ...]:
     index = index_of(records)
     assert name in KINDS[kind].names(index)
-    (made,) = KINDS[kind].rows(index, [name])
+    (made,) = KINDS[kind].rows(index, [name], 100.0)
     assert len(made) == len(KINDS[kind].headers)
     return made
 
@@ -135,6 +136,18 @@ def test_models() -> None:
     assert gone == ("m", "1/2", "-", "-", "-", "not in the catalog any more; no room")
     corrupt = row("models", "m", {Ref(Kind.MODEL, "m"): "no JSON", Ref(Kind.MODEL_STATE, "m"): state})
     assert corrupt == ("m", "1/2", "-", "-", "-", "no room; can't be read: no JSON")
+
+
+def test_a_model_that_backs_off_says_when_it_is_tried_again() -> None:
+    state = ModelState(name="m", wanted=1, placed=0, ready=0, reason="m-1: died", failure="m-1: died", retry_at=127.5)
+
+    def why(**fields: object) -> str:
+        return row("models", "m", {Ref(Kind.MODEL_STATE, "m"): msgspec.structs.replace(state, **fields)})[-1]
+
+    assert why().endswith("m-1: died; next try in 28 s")
+    assert why(retry_at=100.0).endswith("m-1: died")
+    assert why(reason="rollout stopped: m-1: died").endswith("rollout stopped: m-1: died")
+    assert "next try" not in why(reason="", failure="")
 
 
 def test_replicas_and_shards() -> None:
