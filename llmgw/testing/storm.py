@@ -122,6 +122,8 @@ class Storm:
                 await anyio.sleep(self.some(*gap_s))
                 self.backups = [*self.backups[-5:], self.fleet.cluster.snapshot()]
                 fault = self.random.choice(kinds)
+            if not self.gateway_calm:
+                self.doubt_gateway()
             tasks.cancel_scope.cancel()
 
     async def _strike(self, fault: Fault) -> None:
@@ -149,6 +151,15 @@ class Storm:
         await self.apply()
 
     # --- for the faults ---
+
+    def doubt_gateway(self) -> None:
+        """The gateway may have missed something that only its periodic listing finds: it is not judged until then."""
+
+        async def doubt() -> None:
+            with self.trouble(self.fleet.gateway):
+                await anyio.sleep(1.3 * self.fleet.sizes.relist_s)
+
+        self.fleet.tasks.start_soon(doubt)
 
     def some(self, low_s: float, high_s: float) -> float:
         """A time between the two, seconds."""

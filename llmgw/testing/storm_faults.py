@@ -124,7 +124,8 @@ async def store_restored(storm: Storm) -> None:
         storm.backups.clear()
         await anyio.sleep(storm.some(5, 60))
         await storm.apply()
-        await unnoticed(storm)
+        await anyio.sleep(60)
+        storm.doubt_gateway()  # a watch may take two stores for one when the later one is ahead
 
 
 async def store_wiped(storm: Storm) -> None:
@@ -137,18 +138,8 @@ async def store_wiped(storm: Storm) -> None:
         storm.backups.clear()
         await anyio.sleep(storm.some(5, 60))
         await storm.apply()
-        await unnoticed(storm)
-
-
-async def unnoticed(storm: Storm) -> None:
-    """A watch may take two stores for one when the later one is ahead; the periodic listing finds out."""
-    await anyio.sleep(60)
-    storm.fleet.tasks.start_soon(_stale, storm)
-
-
-async def _stale(storm: Storm) -> None:
-    with storm.trouble(storm.fleet.gateway):
-        await anyio.sleep(1.3 * storm.fleet.sizes.relist_s)
+        await anyio.sleep(60)
+        storm.doubt_gateway()
 
 
 async def history_compacted(storm: Storm) -> None:
