@@ -32,6 +32,9 @@ from llmgw_agent.event import Event, OrdersRead, OrdersSeen, SessionHeld
 from llmgw_agent.saying import Sayings
 from llmgw_agent.tree import Tree, TreeReader
 
+RECHECK_S: Final = 30.0
+"""How long what was published is taken for granted: somebody may have deleted or overwritten it. One read each time."""
+
 RETRY_S: Final = 2.0
 """Pause after the store failed us, seconds."""
 
@@ -268,11 +271,13 @@ class SessionKeeper:
     async def _keep_published(self, held: Held) -> None:
         version = 0
         unsure = False
+        read_again_s = anyio.current_time() + RECHECK_S
         while True:
             try:
                 if unsure:
                     await self._reread(held)
                     unsure = False
+                    read_again_s = anyio.current_time() + RECHECK_S
                 await self._publish(held)
             except LeaseLost:
                 raise
@@ -281,7 +286,9 @@ class SessionKeeper:
                 self._trouble(error)
                 await anyio.sleep(RETRY_S)
             else:
-                version = await self._desk.wait_changed(version)
+                with anyio.CancelScope(deadline=read_again_s):
+                    version = await self._desk.wait_changed(version)
+                unsure = anyio.current_time() >= read_again_s
 
     async def _publish(self, held: Held) -> None:
         """Bring the store up to what is. Each key is compared, so that a write that lands late can't undo a newer one.
@@ -311,7 +318,7 @@ class SessionKeeper:
                     held.written.pop(key, None)
 
     async def _reread(self, held: Held) -> None:
-        """Learn what the store holds of us, after a write whose outcome is not known."""
+        """Learn what the store holds of us: after a write whose outcome is not known, and now and then anyway."""
         listing = await self._store.list([self._session, self._facts, self._shards])
         items = {item.key: item for item in listing.items}
         session = items.pop(self._session, None)

@@ -229,6 +229,22 @@ async def test_a_lost_order_makes_it_unassigned_and_its_return_adopted(world: Wo
 
 
 @virtual
+async def test_what_somebody_deleted_or_overwrote_is_published_again(world: World) -> None:
+    world.start(world.machine())
+    await world.order(assignment())
+    report, facts = await world.until_ready(), Ref(Kind.FACTS, "n1")
+    await world.delete(facts)
+    await world.store.txn([], [PutOp(key=keys.key(REPORT), value=b"{bad")])
+
+    async def again() -> bool:
+        item = await world.store.get(keys.key(REPORT))
+        return await world.record(facts) is not None and item is not None and item.value != b"{bad"
+
+    await world.until(again)
+    assert await world.report() == report
+
+
+@virtual
 async def test_c07_a_second_agent_of_the_name_is_refused_and_disturbs_nothing(world: World) -> None:
     first, second = world.machine(), world.machine("copy", address="10.0.0.2")
     await world.order(assignment())
