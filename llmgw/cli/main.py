@@ -11,6 +11,7 @@ import io
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Final
 
 import click
@@ -86,6 +87,8 @@ def cli() -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
+    if sys.stdout is None:  # started with it closed (`>&-`)
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  # the process's own, to its end
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:

@@ -73,8 +73,10 @@ def _object(index: Index, endpoints: tuple[str, ...]) -> dict[str, Any]:
 
 def _lines(index: Index, endpoints: tuple[str, ...], wall_s: float) -> Iterator[tuple[str, str]]:
     yield "etcd", f"{', '.join(endpoints)} at revision {index.revision}"
-    meta = None if index.meta is None else index.meta.record
-    yield "store", "new: no controller has been here" if meta is None else f"incarnation {meta.incarnation}"
+    if index.meta is None:
+        yield "store", "new: no controller has been here"
+    else:
+        yield "store", UNKNOWN if index.meta.record is None else f"incarnation {index.meta.record.incarnation}"
     leader = None if index.leader is None else index.leader.record
     if index.leader is None or leader is None:
         yield "leader", "none: what runs goes on running, and nothing new is decided"
@@ -87,13 +89,15 @@ def _lines(index: Index, endpoints: tuple[str, ...], wall_s: float) -> Iterator[
         yield "guard", f"on: {fleet.guard.reason}" if fleet.guard.on else "off"
     nodes = Counter(_liveness(index, name) or "not judged yet" for name in index.nodes())
     yield "nodes", _counts(nodes)
-    yield "replicas", _counts(Counter(replica.phase.value for replica in index.replicas.records()))
+    phases = (None if row.record is None else row.record.phase.value for row in index.replicas.values())
+    yield "replicas", _counts(Counter(phase or "unreadable" for phase in phases))
     states = {name: index.model_states.record(name) for name in _models(index)}
     short = [name for name, state in states.items() if state is None or state.ready < state.wanted]
     yield "models", f"{len(states) - len(short)} of {len(states)} as wanted" if states else "none"
     for name in short:
         _, ready, *_, why = KINDS["models"].row(index, name, wall_s)
-        told = "no controller has looked at it yet" if states[name] is None else f"{ready} ready"
+        unseen = UNKNOWN if name in index.model_states else "no controller has looked at it yet"
+        told = unseen if states[name] is None else f"{ready} ready"
         yield "", f"{name}: {told}" + (f", {why}" if why else "")
     for ref, why in index.corrupt():
         yield "corrupt", f"/llmgw/{ref.kind.value}{ref.name}: {why}"
