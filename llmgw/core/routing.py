@@ -12,7 +12,7 @@ import msgspec
 from llmgw.core.catalog import Alias, ModelSpec, Task
 from llmgw.core.ids import Secret
 from llmgw.core.replica import ROUTABLE, Replica, ShardPhase, ShardReport
-from llmgw.core.snapshot import Index
+from llmgw.core.snapshot import Index, Kind, Ref
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,3 +102,30 @@ def route_table(index: Index) -> RouteTable:
     """The whole table from an index. An unreadable record keeps its last good value, so it drops no route."""
     routes = {model: found for model in sorted(index.replicas_of) if (found := routes_of(index, model))}
     return RouteTable(names=names(index), routes=routes)
+
+
+def keep_unreadable(index: Index, table: RouteTable, last: RouteTable) -> RouteTable:
+    """`table`, made from `index`, with what `last` knew of names and engines whose records can't be read.
+
+    An index that never saw them readable (a process that started later) has nothing to go on but what was known before.
+    """
+    if not index.corrupted:
+        return table
+    names, routes = dict(table.names), dict(table.routes)
+    for name, meant in last.names.items():
+        refs = (Ref(Kind.MODEL, name), Ref(Kind.ALIAS, name), Ref(Kind.MODEL, meant.models[0]))
+        if name not in names and any(ref in index.corrupted for ref in refs):
+            names[name] = meant
+    for model, known in last.routes.items():
+        found = routes.get(model, ())
+        there = {each.replica for each in found}
+        kept = [each for each in known if each.replica not in there and _unreadable(index, each.replica)]
+        if kept:
+            routes[model] = tuple(sorted((*found, *kept), key=lambda each: each.replica))
+    return RouteTable(names=dict(sorted(names.items())), routes=routes)
+
+
+def _unreadable(index: Index, replica: str) -> bool:
+    refs = [Ref(Kind.REPLICA, replica), Ref(Kind.SECRET, replica)]
+    refs += [Ref(Kind.SHARD, name) for name in index.reports_of.get(replica, ())]
+    return any(ref in index.corrupted for ref in refs)

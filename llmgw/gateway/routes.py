@@ -77,6 +77,8 @@ class Routes:
         self._loaded_true_at: float | None = None
         self._saving = asyncio.Event()
         self._table = RouteTable()
+        self._loaded: tuple[Snapshot, float] | None = None
+        """What was saved before this process began, and when it was known to be true."""
         self.known = asyncio.Event()
         """Set once there is a table, from wherever."""
 
@@ -91,6 +93,8 @@ class Routes:
 
     async def run(self, store: Store, *, relist_s: float) -> None:
         """Follow `store` until cancelled."""
+        if self._file is not None:
+            self._loaded = await asyncio.to_thread(self._file.load)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._start_from_file())
             tasks.create_task(self._save())
@@ -121,6 +125,7 @@ class Routes:
         everything = dirty.everything or incarnation != self._incarnation
         if incarnation != self._incarnation:
             self._restored(incarnation)
+        last = self._table if self._followed else self._before(incarnation)
         self._followed = True
         await self._look_again(index, self._routes.keys() | index.replicas_of if everything else dirty.models)
         names = self._table.names
@@ -128,7 +133,13 @@ class Routes:
         if spec != self._spec:
             names, self._spec = routing.names(index), spec
         carried = self._still_carried(index)
-        self._put(RouteTable(names=names, routes={**carried, **self._routes}))
+        table = RouteTable(names=names, routes={**carried, **self._routes})
+        self._put(routing.keep_unreadable(index, table, last))
+
+    def _before(self, incarnation: str) -> RouteTable:
+        """What was known of this store before this process began."""
+        saved = None if self._loaded is None else self._loaded[0]
+        return saved.table if saved is not None and saved.incarnation == incarnation else RouteTable()
 
     async def _look_again(self, index: Index, models: Iterable[str]) -> None:
         for n, model in enumerate(sorted(models), start=1):
@@ -171,20 +182,19 @@ class Routes:
 
     async def _start_from_file(self) -> None:
         """If the store does not answer soon, serve from what was saved."""
-        if self._file is None:
+        if self._loaded is None:
             return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(START_WAIT_S):
                 await self.known.wait()
-        loaded = None if self.known.is_set() else await asyncio.to_thread(self._file.load)
-        if loaded is None or self.known.is_set():
+        if self.known.is_set():
             return
-        snapshot, self._loaded_true_at = loaded
+        snapshot, self._loaded_true_at = self._loaded
         self._incarnation = snapshot.incarnation
         self._table = snapshot.table
         self._hub.swap(snapshot.table)
         self.known.set()
-        fields = {"file": self._file.path, "age_s": round(self.age_s or 0), "names": len(snapshot.table.names)}
+        fields = {"age_s": round(self.age_s or 0), "names": len(snapshot.table.names)}
         log.warning("the store does not answer: serving from the saved routes", extra={"fields": fields})
 
     async def _save(self) -> None:

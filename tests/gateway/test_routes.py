@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import logging
 import os
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -290,6 +291,32 @@ async def test_with_the_store_gone_it_serves_on_and_says_how_old_its_routes_are(
     assert (await rig.ask()).status == 200
     metrics = (await rig.ask(request(method="GET", path="/metrics"))).body.decode()
     assert "llmgw_gateway_routes_age_seconds " in metrics
+
+
+async def test_a_gateway_that_starts_on_unreadable_records_keeps_what_was_saved(
+    rig: Rig, store: Following, file: SnapshotFile
+) -> None:
+    engine = await rig.engine()
+    alias = (Ref(Kind.ALIAS, "a"), Alias(name="a", model="m"))
+    await store.put(META, model(), alias, replica("r1"), secret("r1"), shard("r1", engine.port))
+    await store.start()
+    await store.routed("r1")
+    await rig.until(lambda: file.path.exists() and b'"r1"' in file.path.read_bytes())
+    for kind, name in ((Kind.MODEL, "m"), (Kind.REPLICA, "r1"), (Kind.SECRET, "r1"), (Kind.SHARD, "n1/r1.0")):
+        async with AsyncExitStack() as stack:
+            fresh = await Rig(stack, rig.config).start()
+            stack.push_async_callback(fresh.stop)
+            copy = SnapshotFile(file.path.with_name(kind.name))
+            shutil.copy(file.path, copy.path)
+            later = Following(fresh, copy, store.tasks)
+            await later.put(META, model(), alias, replica("r1"), secret("r1"), shard("r1", engine.port))
+            await later.admin.txn([], [PutOp(key=keys.key(Ref(kind, name)), value=b"{bad")])
+            await later.start()
+            await later.routed("r1")
+            assert (await fresh.ask()).status == 200
+            assert set(fresh.hub.names or {}) == {"m", "a"}
+            await later.delete(Ref(kind, name))  # gone is not unreadable
+            await fresh.until(lambda: not later.replicas() or "m" not in (fresh.hub.names or {}))  # noqa: B023  # awaited here
 
 
 async def test_a_gateway_that_starts_without_a_store_serves_from_what_was_saved(
