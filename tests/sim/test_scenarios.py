@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 
 import anyio
 
+from llmgw.core.explain import Constraint
 from llmgw.core.node import Liveness
 from llmgw.core.record import StoreMeta
 from llmgw.core.replica import ReplicaPhase, ReplicaShard
@@ -197,7 +198,8 @@ def test_a_mirror_that_lags_at_take_over_never_claims_twice() -> None:
         assert not index.replicas_of.get("c")
         state = index.model_states.record("c")
         assert state is not None
-        assert "memory" in state.reason
+        assert state.unplaced is not None
+        assert [each.constraint for each in state.unplaced.nearest] == [Constraint.MEMORY]
         leader.start()
 
     story(scenario, nodes=1)
