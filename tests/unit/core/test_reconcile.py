@@ -189,6 +189,23 @@ def test_what_does_not_serve_is_scaled_down_first() -> None:
     assert {each.id: each.phase for each in c.replicas("m")} == {old.id: P.DRAINING, new.id: P.READY}
 
 
+def test_one_that_may_still_serve_out_of_sight_is_scaled_down_only_when_another_serves() -> None:
+    c = cluster("n1", "n2", "n3")
+    c.model("m", replicas=2)
+    c.settle()
+    hidden, young = c.replicas("m")
+    c.away(hidden.shards[0].node)
+    c.report(c.shard(young), ShardPhase.STARTING)
+    c.model("m", replicas=1)
+    c.step()
+    phases = {each.id: each.phase for each in c.replicas("m")}
+    assert phases[hidden.id] is P.READY
+    c.report(c.shard(young), ShardPhase.READY)
+    c.step()
+    phases = {each.id: each.phase for each in c.replicas("m")}
+    assert phases == {hidden.id: P.DRAINING, young.id: P.READY}
+
+
 def test_c03_two_models_for_one_nodes_memory_give_one_claim_and_both_numbers() -> None:
     c = Cluster()
     c.node("n1", 24)
