@@ -47,6 +47,8 @@ class Constraint(enum.Enum):
     GPU_IN_USE = "gpu_in_use"
     GPU_UNKNOWN = "gpu_unknown"
     FABRIC = "fabric"
+    GANG = "gang"
+    FACTS = "facts"
     NO_NODES = "no_nodes"
     NO_PROFILES = "no_profiles"
     RESTORING = "restoring"

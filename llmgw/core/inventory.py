@@ -17,6 +17,7 @@ from typing import cast
 import msgspec
 
 from llmgw.core.catalog import EngineSpec
+from llmgw.core.gpu import GpuSlot
 from llmgw.core.ids import split_shard_name
 from llmgw.core.node import Facts, Liveness
 from llmgw.core.replica import GONE, ROUTABLE, Claim, Replica, ReplicaShard
@@ -48,7 +49,8 @@ class NodeInventory(msgspec.Struct, frozen=True, kw_only=True):
     runs here without anybody knowing what it holds. `free_bytes`: memory that may still be promised, below zero after
     facts shrank, None when the total is unknown. `live_replicas`: model -> its live replicas here. `shards`: names that
     stand in its orders or reports. `corrupt`: why its records can't all be read; then it takes nothing new. `present`:
-    there is a session. `store`: the store incarnation its last full report was made for.
+    there is a session. `store`: the store incarnation its last full report was made for. `gpus`: by index, None when
+    the node does not know them. `flaws`: what its facts say that can't be true; then it takes nothing new.
     """
 
     name: str
@@ -71,6 +73,8 @@ class NodeInventory(msgspec.Struct, frozen=True, kw_only=True):
     shards: int
     corrupt: tuple[str, ...]
     weights: frozenset[str] | None
+    gpus: tuple[GpuSlot, ...] | None
+    flaws: tuple[str, ...]
 
 
 def live_shard(replica: Replica | None, *, node: str, rank: int) -> ReplicaShard | None:
@@ -121,6 +125,8 @@ def _node_inventory(index: Index, name: str) -> NodeInventory:
         shards=len(index.assignments_on.get(name, set()) | index.reports_on.get(name, set())),
         corrupt=tuple(_corrupt(index, name)) if index.corrupted else (),
         weights=None if sets is None else frozenset(each.source for each in sets if each.complete),
+        gpus=None,
+        flaws=(),
     )
 
 

@@ -38,7 +38,11 @@ class GpuHealth(enum.Enum):
 
 
 class Gpu(Record, frozen=True, kw_only=True):
-    """One GPU as the driver names it. `foreign`: processes on it that are not ours, None when that can't be told."""
+    """One GPU as the driver names it.
+
+    `foreign`: processes on it that are not ours, `foreign_bytes` what of its memory is used outside our engines; None
+    when that can't be told.
+    """
 
     uuid: str
     index: int
@@ -48,6 +52,7 @@ class Gpu(Record, frozen=True, kw_only=True):
     health: GpuHealth = GpuHealth.UNKNOWN
     fault: str = ""
     foreign: int | None = None
+    foreign_bytes: int | None = None
 
 
 class Fabric(Record, frozen=True, kw_only=True):
@@ -101,7 +106,8 @@ class Facts(Record, frozen=True, kw_only=True):
     """`node/facts/<node>`: what the machine is; written on change, kept when the session ends.
 
     `memory_bytes` and `cpus` are within the cgroup's limits and agent.yaml's caps. `engines` None: an agent too old to
-    say. `gpus`, `weights` None: not known.
+    say. `gpus`, `weights` None: not known. `gang_ports`: first and last port that the members of a gang may use among
+    each other here, None where the agent is too old to say.
     """
 
     node: str
@@ -115,6 +121,7 @@ class Facts(Record, frozen=True, kw_only=True):
     labels: dict[str, str] = {}
     gpus: tuple[Gpu, ...] | None = None
     fabrics: tuple[Fabric, ...] = ()
+    gang_ports: tuple[int, int] | None = None
     engines: EngineFacts | None = None
     weights: tuple[WeightSet, ...] | None = None
     warnings: tuple[str, ...] = ()
