@@ -11,7 +11,8 @@ import enum
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar, cast
+from itertools import takewhile
+from typing import Final, Generic, TypeVar, cast
 
 import msgspec
 
@@ -72,6 +73,9 @@ RECORDS: Mapping[Kind, type[Record]] = {
 }
 """The record type of each kind."""
 
+
+CHANGED_MIN: Final = 1000
+"""The last changes are known of at least so many nodes, and of twice as many as have a state: nodes may come and go."""
 
 _DIRTIES_MODEL = frozenset({Kind.MODEL, Kind.MODEL_STATE})
 _DIRTIES_NODE = frozenset({Kind.NODE_SPEC, Kind.NODE_STATE, Kind.SESSION, Kind.FACTS})
@@ -159,6 +163,14 @@ class Index:
         """Every place whose present value can't be read."""
         self.memo: dict[str, object] = {}
         """Node -> what `llmgw.core.inventory` derived from that node alone; dropped with whatever dirties the node."""
+        self.kept: dict[str, object] = {}
+        """What placement derived from many nodes at once, by whatever name it gives it; see `changed_nodes_since`."""
+        self.tick = 0
+        """Counts changes of nodes, those taken back included: where `changed_nodes_since` goes on from."""
+        self._changed: dict[str, int] = {}
+        """Node -> the tick of its last change; the latest change stands last."""
+        self._forgotten = 0
+        """Of changes up to this tick some nodes are no longer known."""
         self.replicas_of: defaultdict[str, set[str]] = defaultdict(set)
         """Model name -> ids of its replicas."""
         self.replicas_on: defaultdict[str, set[str]] = defaultdict(set)
@@ -259,6 +271,16 @@ class Index:
         """Every node that has a session, facts or a state, sorted. A mere `spec/nodes` entry is not a node."""
         return sorted({*self.sessions, *self.facts, *self.node_states})
 
+    def changed_nodes_since(self, tick: int) -> list[str] | None:
+        """Nodes of which anything changed after `tick`, each once, the latest first; None: too long ago, so all.
+
+        Whoever keeps something derived from nodes notes `Index.tick` with it. A change that a `Draft` takes back counts
+        once more, so what was derived in between is found stale. A node may be there no longer.
+        """
+        if tick < self._forgotten:
+            return None
+        return list(takewhile(lambda name: self._changed[name] > tick, reversed(self._changed)))
+
     def corrupt(self) -> list[tuple[Ref, str]]:
         """Every place whose present value can't be read, with the reason."""
         found = sorted(self.corrupted, key=lambda ref: (ref.kind.value, ref.name))
@@ -342,7 +364,17 @@ class Index:
                 dirty.models.add(record.model)
         dirty.nodes |= nodes
         for node in nodes:
-            self.memo.pop(node, None)
+            self._touch(node)
+
+    def _touch(self, node: str) -> None:
+        """Something of the node changed: what was derived from it is stale."""
+        self.memo.pop(node, None)
+        self._changed.pop(node, None)
+        self.tick += 1
+        self._changed[node] = self.tick
+        if len(self._changed) > CHANGED_MIN + 2 * len(self.node_states):
+            name = next(iter(self._changed))
+            self._forgotten = self._changed.pop(name)
 
     def _join(self, ref: Ref, old: Record | None, new: Record | None, *, present: bool) -> None:
         match ref.kind:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import msgspec
 
 from llmgw.core.catalog import Alias
+from llmgw.core.draft import Draft
 from llmgw.core.inventory import node_inventory
 from llmgw.core.node import Liveness, NodeState
+from llmgw.core.plan import Delete
 from llmgw.core.record import Generation
-from llmgw.core.snapshot import Change, Dirty, Index, Kind, Ref, Row
+from llmgw.core.snapshot import CHANGED_MIN, Change, Dirty, Index, Kind, Ref, Row
 from llmgw.testing.cluster import Cluster
 
 
@@ -178,3 +180,33 @@ def test_nodes_are_those_with_a_session_facts_or_a_state() -> None:
     assert c.index.nodes() == ["n1", "n2"]
     assert Kind.META.many is False
     assert Kind.FACTS.many is True
+
+
+def test_whoever_derives_something_learns_which_nodes_changed() -> None:
+    c = serving()
+    replica = c.replicas("m")[0]
+    node = replica.shards[0].node
+    tick = c.index.tick
+    assert c.index.changed_nodes_since(tick) == []
+    c.spec("n1", cordon=True)
+    c.spec("n2", cordon=True)
+    c.spec("n1", cordon=False)
+    assert c.index.changed_nodes_since(tick) == ["n1", "n2"], "each once, the latest first"
+    tick = c.index.tick
+    with Draft(c.index) as draft:
+        draft.emit("end", Delete(ref=Ref(Kind.REPLICA, replica.id)))
+        assert c.index.changed_nodes_since(tick) == [node]
+        tick = c.index.tick
+    assert c.index.changed_nodes_since(tick) == [node], "what is taken back has changed once more"
+
+
+def test_of_how_many_nodes_the_last_change_is_known_is_bounded() -> None:
+    index = Index()
+    for number in range(CHANGED_MIN + 3):
+        index.swap(Ref(Kind.FACTS, f"n{number}"), None)
+    assert index.changed_nodes_since(0) is None
+    assert index.changed_nodes_since(2) is None
+    known = index.changed_nodes_since(3)
+    assert known is not None
+    assert len(known) == CHANGED_MIN
+    assert known[-1] == "n3"
