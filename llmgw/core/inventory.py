@@ -10,14 +10,14 @@ Invariant: an entry depends on one node's records alone, so that the index can k
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import cast
 
 import msgspec
 
 from llmgw.core.catalog import EngineSpec
-from llmgw.core.gpu import GpuSlot
+from llmgw.core.gpu import GpuSlot, flaws, slots
 from llmgw.core.ids import split_shard_name
 from llmgw.core.node import Facts, Liveness
 from llmgw.core.replica import GONE, ROUTABLE, Claim, Replica, ReplicaShard
@@ -104,6 +104,7 @@ def _node_inventory(index: Index, name: str) -> NodeInventory:
     running = sum((each.claim.memory_bytes or 0) for each in unclaimed if each.claim is not None)
     live = Counter(holding.model for holding in holdings if holding.live)
     sets = None if facts is None else facts.weights
+    unaccounted = tuple(each.replica for each in unclaimed if each.claim is None)
     return NodeInventory(
         name=name,
         liveness=None if state is None else state.liveness,
@@ -120,14 +121,21 @@ def _node_inventory(index: Index, name: str) -> NodeInventory:
         holdings=holdings,
         live_replicas=dict(live),
         unclaimed=unclaimed,
-        unaccounted=tuple(each.replica for each in unclaimed if each.claim is None),
+        unaccounted=unaccounted,
         free_bytes=None if total is None else total - claimed - running,
         shards=len(index.assignments_on.get(name, set()) | index.reports_on.get(name, set())),
         corrupt=tuple(_corrupt(index, name)) if index.corrupted else (),
         weights=None if sets is None else frozenset(each.source for each in sets if each.complete),
-        gpus=None,
-        flaws=(),
+        gpus=slots(facts, claims=_gpu_claims(holdings, unclaimed), unaccounted=unaccounted),
+        flaws=() if facts is None else flaws(facts),
     )
+
+
+def _gpu_claims(holdings: Iterable[Holding], unclaimed: Iterable[Unclaimed]) -> dict[str, str]:
+    """Uuid -> who holds that GPU; where two records name one, the claim that is on record."""
+    held = {gpu.uuid: each.replica for each in unclaimed if each.claim is not None for gpu in each.claim.gpus}
+    held.update((gpu.uuid, each.replica) for each in holdings for gpu in each.claim.gpus)
+    return held
 
 
 def _holdings(index: Index, name: str) -> Iterator[Holding]:
