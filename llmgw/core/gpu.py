@@ -15,6 +15,7 @@ import msgspec
 
 from llmgw.core.explain import Constraint
 from llmgw.core.node import Facts, Gpu, GpuHealth
+from llmgw.core.replica import Claim
 from llmgw.core.units import format_bytes
 from llmgw.errors import InvariantError
 
@@ -80,7 +81,7 @@ def _taken(gpu: Gpu, holder: str, unaccounted: Sequence[str]) -> tuple[Constrain
     if holder:
         return Constraint.GPU_CLAIMED, f"claimed by {holder}"
     if gpu.health is GpuHealth.LOST:
-        return Constraint.GPU_FAULT, gpu.fault or "lost: the driver does not see it any more"
+        return Constraint.GPU_FAULT, gpu.fault or "the driver does not see it any more"
     if gpu.health is GpuHealth.FAULT:
         return Constraint.GPU_FAULT, gpu.fault or "has a fault"
     if (gpu.foreign_bytes or 0) > 0:
@@ -119,6 +120,19 @@ def choose(free: Sequence[GpuSlot], count: int) -> tuple[GpuSlot, ...] | None:
     fitting = [(len(members), domain) for domain, members in domains.items() if len(members) >= count]
     chosen = domains[min(fitting)[1]] if fitting else ranked
     return tuple(chosen[:count]) if len(chosen) >= count else None
+
+
+def lost_gpus(facts: Facts | None, claim: Claim) -> tuple[str, ...]:
+    """What of a claim its node does not have any more, a sentence for each GPU: lost to the driver, or not listed.
+
+    A node that does not know its GPUs has lost none; nor has one whose facts contradict themselves about it.
+    """
+    if not claim.gpus or facts is None or facts.gpus is None:
+        return ()
+    listed = {gpu.uuid for gpu in facts.gpus if gpu.health is not GpuHealth.LOST}
+    said = {gpu.uuid: gpu.fault for gpu in facts.gpus}
+    gone = (gpu.uuid for gpu in claim.gpus if gpu.uuid not in listed)
+    return tuple(f"GPU {uuid} is gone: {said.get(uuid) or 'the driver does not see it any more'}" for uuid in gone)
 
 
 def flaws(facts: Facts) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from typing import Final
 import msgspec
 
 from llmgw.core.catalog import DRAIN_S, ModelSpec, Profile, Task, launch_hash
+from llmgw.core.gpu import lost_gpus
 from llmgw.core.ids import Ids, Secret, replica_id, shard_name
 from llmgw.core.placement import Placement
 from llmgw.core.plan import Delete, Put, Settings, Write
@@ -219,9 +220,11 @@ def failure(index: Index, replica: Replica, *, incarnation: str) -> tuple[str, s
     for shard in replica.shards:
         name = shard_name(shard.node, replica.id, shard.rank)
         report, session = index.reports.record(name), index.sessions.record(shard.node)
+        here = session is not None and session.store == incarnation
+        if here and (lost := lost_gpus(index.facts.record(shard.node), shard.claim)):
+            return shard.node, "; ".join(lost), Retire.FAILED
         if report is not None and report.phase is ShardPhase.FAILED:
             return shard.node, report.reason or "the engine failed and the node gave no reason", Retire.FAILED
-        here = session is not None and session.store == incarnation
         if name not in index.assignments and here and (report is None or report.phase in GONE):
             return shard.node, "its order is gone and nothing runs", Retire.UNKNOWN
         row = index.assignments.get(name)
