@@ -23,10 +23,16 @@ from llmgw.errors import Conflict, Invalid, LlmgwError, NotFound, Partial, Refus
 
 COMMANDS: Final[Mapping[str, str]] = {
     "apply": "llmgw.cli.apply",
+    "cordon": "llmgw.cli.cordon",
     "dev": "llmgw.cli.dev",
+    "drain": "llmgw.cli.drain",
     "get": "llmgw.cli.get",
+    "guard": "llmgw.cli.guard",
+    "node": "llmgw.cli.node",
     "nodes": "llmgw.cli.nodes",
+    "recover": "llmgw.cli.recover",
     "status": "llmgw.cli.status",
+    "uncordon": "llmgw.cli.cordon",
     "watch": "llmgw.cli.watch",
 }
 """Command -> the module that holds it, under the command's name. Loaded when it is asked for."""

@@ -15,9 +15,11 @@ import unicodedata
 from collections.abc import Iterator, Sequence
 from typing import IO, Any, Final
 
+import click
 import msgspec
 
 from llmgw.cli.catalog_text import to_yaml
+from llmgw.errors import Refused
 from llmgw.store import codec
 
 _UNSAFE: Final = re.compile(
@@ -49,6 +51,14 @@ def say(text: str = "", *, err: bool = False) -> None:
     lines = (clean(line) for line in text.split("\n"))
     with _writing():
         print("\n".join(lines), file=stream, flush=True)
+
+
+def agree(question: str) -> None:
+    """Ask a person, who must say yes. Raises: click.UsageError where nobody can be asked; Refused after a no."""
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise click.UsageError(f"{question} Say so with --yes.")
+    if not click.confirm(question, err=True):
+        raise Refused("nothing was changed")
 
 
 def emit(data: bytes) -> None:

@@ -128,7 +128,7 @@ def _lose(p: Pass) -> None:
     states = _states(p.index)
     released = _released(p.index)
     budget, next_s = liveness.losable(states, now=p.now)
-    for state in sorted(states, key=lambda each: (each.since_at, each.name)):
+    for state in sorted(states, key=lambda each: (each.name not in released, each.since_at, each.name)):
         if state.liveness is not Liveness.UNREACHABLE or state.name in p.gone or _unreadable(p.index, state.name):
             continue
         wait_s = liveness.lost_in_s(state, now=p.now, view=p.view, settings=p.settings)
@@ -182,9 +182,15 @@ def _all_reported(p: Pass) -> bool:
     recover = p.index.recover
     if recover is not None and recover.record is not None and recover.record.incarnation == p.incarnation:
         return True
-    for name in p.index.nodes():
-        session, state = p.index.sessions.record(name), p.index.node_states.record(name)
-        reported = session is not None and session.store == p.incarnation
-        if not reported and name not in p.gone and (state is None or state.liveness is not Liveness.LOST):
-            return False
-    return True
+    return not unreported(p.index, p.incarnation, gone=p.gone)
+
+
+def unreported(index: Index, incarnation: str, *, gone: frozenset[str] = frozenset()) -> list[str]:
+    """The nodes that a restored store still waits for: neither reported to this incarnation, nor Lost, nor `gone`."""
+    found: list[str] = []
+    for name in index.nodes():
+        session, state = index.sessions.record(name), index.node_states.record(name)
+        reported = session is not None and session.store == incarnation
+        if not reported and name not in gone and (state is None or state.liveness is not Liveness.LOST):
+            found.append(name)
+    return found

@@ -41,6 +41,13 @@ def key(ref: Ref) -> str:
     return ROOT + ref.kind.value + ref.name
 
 
+def shards_of(node: str) -> str:
+    """The prefix of one node's shard reports. Raises ValueError for what is no node's name."""
+    if (why := name_problem(node)) is not None:
+        raise ValueError(f"{node!r} {why}")
+    return f"{prefix(Kind.SHARD)}{node}/"
+
+
 def parse(raw: str) -> Ref | None:
     """What lives at `raw`; None when no record of ours does."""
     if not raw.startswith(ROOT):
