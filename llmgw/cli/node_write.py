@@ -64,10 +64,11 @@ async def edit_nodes(
 
 def _judged(index: Index, names: Sequence[str], edit: Edit) -> dict[str, NodeSpec]:
     known = index.nodes()
-    specs: dict[str, NodeSpec] = {}
     for name in names:
         if name not in known:
             raise NotFound("node", name, nearest(name, known))
+    specs: dict[str, NodeSpec] = {}
+    for name in names:
         row = index.node_specs.get(name)
         if row is not None and (row.corrupt is not None or row.record is None):
             place = keys.key(Ref(Kind.NODE_SPEC, name))
