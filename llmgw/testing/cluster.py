@@ -14,7 +14,7 @@ from llmgw.core.history import Checker
 from llmgw.core.ids import SUFFIX_ALPHABET, SUFFIX_LEN, Secret, shard_name
 from llmgw.core.invariants import require
 from llmgw.core.liveness import observe
-from llmgw.core.node import Build, EngineFacts, Facts, Session, WeightSet
+from llmgw.core.node import Build, EngineFacts, Fabric, Facts, Gpu, GpuHealth, Session, WeightSet
 from llmgw.core.plan import Plan, Settings, View
 from llmgw.core.reconcile import due, reconcile
 from llmgw.core.record import Generation, Record, StoreMeta
@@ -65,6 +65,12 @@ def model_spec(name: str, *profiles: Profile, replicas: int = 1, source: str = "
         profiles=profiles or (cpu_profile(),),
         scaling=Scaling(min=replicas, max=max(1, replicas)),
     )
+
+
+def gpu(index: int, gpu_class: str = "H100", **more: object) -> Gpu:
+    """A healthy GPU that nobody uses; its uuid names its index."""
+    made = Gpu(uuid=f"GPU-{index}", index=index, gpu_class=gpu_class, health=GpuHealth.OK, foreign=0, foreign_bytes=0)
+    return msgspec.structs.replace(made, **more)
 
 
 @dataclass(kw_only=True)
@@ -158,6 +164,9 @@ class Cluster:
         engines: EngineFacts | None = EngineFacts(probed=True, builds=(LLAMA,)),  # noqa: B008  # frozen
         weights: tuple[str, ...] | None = None,
         labels: dict[str, str] | None = None,
+        gpus: tuple[Gpu, ...] | None = None,
+        fabrics: tuple[Fabric, ...] = (),
+        gang_ports: tuple[int, int] | None = None,
     ) -> None:
         """A node registers: session, facts and the reports it has, in one transaction."""
         facts = Facts(
@@ -165,14 +174,17 @@ class Cluster:
             boot_id=f"boot-{name}",
             memory_bytes=None if memory_gb is None else round(memory_gb * GB),
             labels=labels or {},
+            gpus=gpus,
+            fabrics=fabrics,
+            gang_ports=gang_ports,
             engines=engines,
             weights=None if weights is None else tuple(WeightSet(source=each) for each in weights),
         )
-        self.write_all((Kind.FACTS, name, facts), (Kind.SESSION, name, self._session(name)))
+        self.write_all((Kind.FACTS, name, facts), (Kind.SESSION, name, self.session(name)))
 
     def back(self, name: str) -> None:
         """A node whose session ended gets a new one, its reports as they stand."""
-        self.write(Kind.SESSION, name, self._session(name))
+        self.write(Kind.SESSION, name, self.session(name))
 
     def away(self, name: str) -> None:
         """A node's session ends."""
@@ -182,7 +194,8 @@ class Cluster:
         """People say something of a node."""
         self.write(Kind.NODE_SPEC, name, msgspec.structs.replace(NodeSpec(name=name), **fields))
 
-    def _session(self, name: str) -> Session:
+    def session(self, name: str) -> Session:
+        """A new session of a node, told all that it runs; nothing is written."""
         self.leases += 1
         meta = self.index.meta
         assert meta is not None
@@ -252,6 +265,7 @@ class Cluster:
             return
         else:
             phase = ShardPhase.READY if ready or _is_ready(report) else ShardPhase.STARTING
+            phase = ShardPhase.HELD if row.record.desired is Desired.HELD else phase
             self.saved[name] = row.record
         if report is None or report.phase is not phase or report.assignment_rev < row.mod_revision:
             self.report(name, phase, reason="" if report is None else report.reason)
