@@ -6,15 +6,16 @@ makes of it, what runs. A record that is not there is null, one that can't be re
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
 
-from llmgw.core.explain import summarise
-from llmgw.core.inventory import node_inventory
+from llmgw.core.explain import Constraint, summarise
+from llmgw.core.inventory import NodeInventory, node_inventory
 from llmgw.core.model_text import why_now
-from llmgw.core.node import GpuHealth
+from llmgw.core.node import GpuHealth, credible
 from llmgw.core.snapshot import Index, Kind, Ref
 from llmgw.core.units import GB, format_bytes, format_number
 from llmgw.store import codec
@@ -76,15 +77,16 @@ def _node(index: Index, name: str, _: float) -> Row:
     spec = index.node_specs.record(name)
     if spec is not None and (spec.drain or spec.cordon):
         word += ", draining" if spec.drain else ", cordoned"
-    notes = [*(facts.warnings if facts else ()), *(f"not accounted for: {each}" for each in node.unaccounted)]
+    notes = [f"its facts can't be true: {', '.join(node.flaws)}"] if node.flaws else []
+    notes += [*(facts.warnings if facts else ()), *(f"not accounted for: {each}" for each in node.unaccounted)]
     if state is not None and state.reason and (node.liveness is None or node.liveness.value != "ready"):
         notes.insert(0, state.reason)
     return (
         name,
         word,
-        UNKNOWN if facts is None else format_number(facts.cpus),
+        UNKNOWN if facts is None else format_number(credible(facts.cpus)),
         _memory(node.claimed_bytes + node.unclaimed_bytes, node.memory_total_bytes, known=not node.unaccounted),
-        _gpus(index, name),
+        _gpus(node),
         _engines(index, name),
         str(node.shards),
         "; ".join(notes),
@@ -98,12 +100,20 @@ def _memory(used: int, total: int | None, *, known: bool) -> str:
     return f"{format_number(used / GB) if known else UNKNOWN}/{format_bytes(total)}"
 
 
-def _gpus(index: Index, name: str) -> str:
-    facts = index.facts.record(name)
-    if facts is None or facts.gpus is None:
+def _gpus(node: NodeInventory) -> str:
+    """`8 (1 faulty, 3 claimed)`: how many there are, and what keeps some; a claimed one may be faulty as well."""
+    if node.facts is None or node.facts.gpus is None or node.gpus is None:
         return UNKNOWN
-    bad = sum(gpu.health in (GpuHealth.FAULT, GpuHealth.LOST) for gpu in facts.gpus)
-    return f"{len(facts.gpus)}" + (f" ({bad} faulty)" if bad else "")
+    faulty = sum(gpu.health in (GpuHealth.FAULT, GpuHealth.LOST) for gpu in node.facts.gpus)
+    kept = Counter(slot.taken for slot in node.gpus)
+    counts = (
+        (faulty, "faulty"),
+        (kept[Constraint.GPU_CLAIMED], "claimed"),
+        (kept[Constraint.GPU_IN_USE], "in use"),
+        (kept[Constraint.GPU_UNKNOWN], "unknown"),
+    )
+    said = ", ".join(f"{count} {word}" for count, word in counts if count)
+    return f"{len(node.gpus)} ({said})" if said else f"{len(node.gpus)}"
 
 
 def _engines(index: Index, name: str) -> str:

@@ -14,5 +14,9 @@ from llmgw.cli.get import get_kind
 )
 @store_options
 def nodes(*, connection: Connection, form: str) -> None:
-    """Print the nodes. MEM is what is promised of a node's memory, and what there is; `-` is unknown."""
+    """Print the nodes. `-` is unknown.
+
+    MEM is what is promised of a node's memory, and what there is. GPUS is how many there are, and what keeps some of
+    them from being given out. A node whose NOTES say that its facts can't be true takes nothing new.
+    """
     connection.run(lambda store: get_kind(store, "nodes", None, form=form))

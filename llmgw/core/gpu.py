@@ -14,7 +14,7 @@ from typing import Final, TypeVar
 import msgspec
 
 from llmgw.core.explain import Constraint
-from llmgw.core.node import Facts, Gpu, GpuHealth
+from llmgw.core.node import Facts, Gpu, GpuHealth, credible
 from llmgw.core.replica import Claim
 from llmgw.core.units import format_bytes
 from llmgw.errors import InvariantError
@@ -63,7 +63,7 @@ def slots(
             uuid=gpu.uuid,
             index=gpu.index,
             gpu_class=gpu.gpu_class,
-            memory_bytes=None if gpu.memory_bytes is None or gpu.memory_bytes < 0 else gpu.memory_bytes,
+            memory_bytes=credible(gpu.memory_bytes),
             nvlink_domain=gpu.nvlink_domain,
             taken=taken,
             why=why,
@@ -90,7 +90,7 @@ def _taken(gpu: Gpu, holder: str, unaccounted: Sequence[str]) -> tuple[Constrain
         return Constraint.GPU_IN_USE, "in use by another process"
     if gpu.health is not GpuHealth.OK:
         return Constraint.GPU_UNKNOWN, gpu.fault or "its state is not known"
-    if gpu.foreign is None or gpu.foreign < 0:
+    if credible(gpu.foreign) is None:
         return Constraint.GPU_UNKNOWN, "whether another process uses it is not known"
     if unaccounted:
         return Constraint.UNACCOUNTED, f"{unaccounted[0]} runs here, and what that holds is not known yet"
@@ -156,7 +156,7 @@ def _flaws(facts: Facts) -> Iterator[str]:
     if facts.gang_ports is not None and not 0 < facts.gang_ports[0] <= facts.gang_ports[1] <= PORT_MAX:
         yield f"has the gang ports {facts.gang_ports[0]} to {facts.gang_ports[1]}"
     for number, what in _amounts(facts):
-        if number is not None and number < 0:
+        if number is not None and credible(number) is None:
             yield f"has {number} {what}"
 
 

@@ -19,7 +19,7 @@ import msgspec
 from llmgw.core.catalog import EngineSpec
 from llmgw.core.gpu import GpuSlot, flaws, slots
 from llmgw.core.ids import split_shard_name
-from llmgw.core.node import Facts, Liveness
+from llmgw.core.node import Facts, Liveness, credible
 from llmgw.core.replica import GONE, ROUTABLE, Claim, Replica, ReplicaShard
 from llmgw.core.snapshot import Index, Kind, Ref
 
@@ -99,7 +99,7 @@ def _node_inventory(index: Index, name: str) -> NodeInventory:
     state = index.node_states.record(name)
     holdings = tuple(sorted(_holdings(index, name), key=lambda holding: (holding.replica, holding.rank)))
     unclaimed = tuple(_unclaimed(index, name, {(holding.replica, holding.rank) for holding in holdings}))
-    total = None if facts is None or (facts.memory_bytes or 0) < 0 else facts.memory_bytes
+    total = None if facts is None else credible(facts.memory_bytes)
     claimed = sum(holding.claim.memory_bytes or 0 for holding in holdings)
     running = sum((each.claim.memory_bytes or 0) for each in unclaimed if each.claim is not None)
     live = Counter(holding.model for holding in holdings if holding.live)

@@ -6,8 +6,16 @@ Unknown is not zero: a field that was never reported is None, and None is never 
 from __future__ import annotations
 
 import enum
+from typing import TypeVar
 
 from llmgw.core.record import Record
+
+N = TypeVar("N", int, float)
+
+
+def credible(amount: N | None) -> N | None:
+    """An amount that a node reported; None, so unknown, where it is below zero, as no amount is."""
+    return None if amount is None or amount < 0 else amount
 
 
 class Session(Record, frozen=True, kw_only=True):

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from llmgw.core.node import Liveness
+from llmgw.core.node import Liveness, credible
 from llmgw.core.snapshot import Index
 from llmgw.obs.status import ControllerStatus, StoreFigures
 
@@ -120,8 +120,8 @@ def _nodes(index: Index) -> Iterator[Metric]:
     )
     counts = Counter(one.liveness for one in states)
     yield _gauge("llmgw_nodes", "Nodes by liveness.", ("liveness",), (((one.value,), counts[one]) for one in Liveness))
-    yield _gauge("llmgw_node_cpus", "Cores of a node.", ("node",), (((one.node,), one.cpus) for one in facts))
-    memory = (((one.node,), one.memory_bytes) for one in facts)
+    yield _gauge("llmgw_node_cpus", "Cores of a node.", ("node",), (((one.node,), credible(one.cpus)) for one in facts))
+    memory = (((one.node,), credible(one.memory_bytes)) for one in facts)
     yield _gauge("llmgw_node_memory_bytes", "Memory of a node.", ("node",), memory)
     yield _gauge(
         "llmgw_node_memory_claimed_bytes",

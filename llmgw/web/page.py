@@ -10,8 +10,9 @@ from collections.abc import Iterator
 import msgspec
 
 from llmgw.core.explain import render_at
+from llmgw.core.gpu import flaws
 from llmgw.core.model_text import why_now
-from llmgw.core.node import Liveness, NodeState
+from llmgw.core.node import Liveness, NodeState, credible
 from llmgw.core.replica import Replica
 from llmgw.core.snapshot import Index
 from llmgw.core.units import Now, format_number, format_used
@@ -131,15 +132,17 @@ def _alerts(status: ControllerStatus, index: Index, age_s: float | None, now: No
 def _node(index: Index, name: str, now: Now) -> NodeRow:
     state, facts, session = index.node_states.record(name), index.facts.record(name), index.sessions.record(name)
     spec = index.node_specs.record(name)
-    total, claimed = None if facts is None else facts.memory_bytes, claimed_bytes(index, name)
+    total, claimed = None if facts is None else credible(facts.memory_bytes), claimed_bytes(index, name)
     notes = [word for word, on in (("cordoned", spec and spec.cordon), ("draining", spec and spec.drain)) if on]
+    if facts is not None and (wrong := flaws(facts)):
+        notes.append(f"its facts can't be true: {', '.join(wrong)}")
     return NodeRow(
         name=name,
         liveness="-" if state is None else state.liveness.value,
         since=_since(state, now),
         reason="" if state is None or state.liveness is Liveness.READY else state.reason,
         address="-" if session is None else session.address,
-        cpus=format_number(None if facts is None else facts.cpus),
+        cpus=format_number(None if facts is None else credible(facts.cpus)),
         memory=format_used(claimed, total),
         memory_share=min(1.0, claimed / total) if total else None,
         shards=len(index.reports_on.get(name, ())),

@@ -16,6 +16,7 @@ from llmgw.core.replica import (
     Assignment,
     Claim,
     Desired,
+    GpuClaim,
     Launch,
     ModelState,
     Replica,
@@ -89,7 +90,7 @@ def test_a_node_with_everything_known() -> None:
         cpus=8.0,
         memory_bytes=16_000_000_000,
         gpus=(
-            Gpu(uuid="a", index=0, gpu_class="L4", health=GpuHealth.OK),
+            Gpu(uuid="a", index=0, gpu_class="L4", health=GpuHealth.OK, foreign=0),
             Gpu(uuid="b", index=1, gpu_class="L4", health=GpuHealth.FAULT),
         ),
         engines=EngineFacts(probed=True, builds=(Build(engine="llama.cpp", version="b1"),)),
@@ -114,6 +115,27 @@ def test_what_a_node_never_said_is_unknown_and_not_zero() -> None:
     assert row("nodes", "n1", {Ref(Kind.FACTS, "n1"): facts}) == ("n1", "-", "-", "-", "-", "-", "0", "")
     none = Facts(node="n1", boot_id="b", gpus=(), engines=EngineFacts(probed=True), memory_bytes=4_000_000_000)
     assert row("nodes", "n1", {Ref(Kind.FACTS, "n1"): none})[3:6] == ("0/4 GB", "0", "none")
+
+
+def test_what_keeps_gpus_is_counted() -> None:
+    healthy = Gpu(uuid="a", index=0, gpu_class="L4", health=GpuHealth.OK, foreign=0)
+    held = msgspec.structs.replace(healthy, uuid="b", index=1, health=GpuHealth.FAULT)
+    used = msgspec.structs.replace(healthy, uuid="c", index=2, foreign=1)
+    unknown = Gpu(uuid="d", index=3, gpu_class="L4")
+    shard = ReplicaShard(rank=0, node="n1", claim=Claim(gpus=(GpuClaim(uuid="b"),)))
+    facts = Facts(node="n1", boot_id="b", gpus=(healthy, held, used, unknown))
+    replica = msgspec.structs.replace(REPLICA, shards=(shard,))
+    made = row("nodes", "n1", {Ref(Kind.FACTS, "n1"): facts, Ref(Kind.REPLICA, replica.id): replica})
+    assert made[4] == "4 (1 faulty, 1 claimed, 1 in use, 1 unknown)"
+    assert row("nodes", "n1", {Ref(Kind.FACTS, "n1"): msgspec.structs.replace(facts, gpus=(healthy,))})[4] == "1"
+
+
+def test_facts_that_cannot_be_true_are_said_and_not_shown_as_numbers() -> None:
+    facts = Facts(node="n1", boot_id="b", cpus=-2.0, memory_bytes=-5, warnings=("no AVX2",))
+    made = row("nodes", "n1", {Ref(Kind.FACTS, "n1"): facts})
+    assert made[2:4] == ("-", "-")
+    said = "its facts can't be true: has -5 bytes of memory, has -2.0 CPUs; no AVX2"
+    assert made[-1] == said
 
 
 def test_memory_that_nobody_accounts_for_makes_the_sum_unknown() -> None:
