@@ -97,7 +97,7 @@ def _states(index: Index) -> list[NodeState]:
     return [row.record for row in index.node_states.values() if row.record is not None]
 
 
-def _released(index: Index) -> frozenset[str]:
+def released_nodes(index: Index) -> frozenset[str]:
     """Nodes whose very absence, that of the last session seen, an operator has judged real."""
     found: set[str] = set()
     for name, row in index.node_specs.items():
@@ -115,7 +115,7 @@ def _guard(p: Pass) -> Guard:
         p.wake_in("fleet", "", writes_s)
     return liveness.judge_guard(
         _states(p.index),
-        released=_released(p.index) | p.gone,
+        released=released_nodes(p.index) | p.gone,
         old=Guard() if old is None else old.guard,
         now=p.now,
         view=p.view,
@@ -126,7 +126,7 @@ def _guard(p: Pass) -> Guard:
 def _lose(p: Pass) -> None:
     """Declare Lost what has been gone for long enough, as far as the guard and the rate allow."""
     states = _states(p.index)
-    released = _released(p.index)
+    released = released_nodes(p.index)
     budget, next_s = liveness.losable(states, now=p.now)
     for state in sorted(states, key=lambda each: (each.name not in released, each.since_at, each.name)):
         if state.liveness is not Liveness.UNREACHABLE or state.name in p.gone or _unreadable(p.index, state.name):
