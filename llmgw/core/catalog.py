@@ -25,6 +25,13 @@ DRAIN_S: Final = 60.0
 """Default time that requests in flight get before a replica stops, seconds."""
 
 
+IDLE_S: Final = 900.0
+"""Default time without any request after which a model with `min: 0` is put to sleep, seconds.
+
+Longer than a default start may take (`START_S`), so that what takes long to load is not unloaded between two questions.
+"""
+
+
 class Task(enum.Enum):
     """What a model is for; decides which endpoints it serves and which work proves it ready."""
 
@@ -65,10 +72,16 @@ class Profile(Record, frozen=True, kw_only=True):
 
 
 class Scaling(Record, frozen=True, kw_only=True):
-    """How many replicas a model has: between `min` and `max`, by load."""
+    """How many replicas a model has: between `min` and `max`, by load (`llmgw.core.autoscale`).
+
+    `target_load`: requests, in flight and queued, that each replica is to have; None for the profile's `slots`.
+    `idle_s`: where `min` is 0, how long without any request until no replica is left, seconds.
+    """
 
     min: int = 1
     max: int = 1
+    target_load: float | None = None
+    idle_s: float = IDLE_S
 
 
 class ModelSpec(Record, frozen=True, kw_only=True):

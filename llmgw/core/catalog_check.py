@@ -40,7 +40,12 @@ _RANGES: Final[Mapping[type, Mapping[str, tuple[float, float, str]]]] = {
         "tensor_parallel": (1, 16_384, ""),
         "pipeline_parallel": (1, 16_384, ""),
     },
-    Scaling: {"min": (0, 10_000, ""), "max": (1, 10_000, "")},
+    Scaling: {
+        "min": (0, 10_000, ""),
+        "max": (1, 10_000, ""),
+        "target_load": (0.01, 1_000_000, " requests; leave it out for the profile's slots"),
+        "idle_s": (0, 30 * 86_400, " seconds"),
+    },
 }
 """Lowest, highest, and what to say of them. The highest are no promises: ten times the largest known installation."""
 

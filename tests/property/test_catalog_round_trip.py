@@ -71,7 +71,12 @@ def catalogs(draw: st.DrawFn) -> Catalog:
             profiles=tuple(
                 draw(profiles(each)) for each in draw(st.lists(LABELS, unique=True, min_size=1, max_size=2))
             ),
-            scaling=Scaling(min=low, max=draw(st.integers(max(low, 1), 5))),
+            scaling=Scaling(
+                min=low,
+                max=draw(st.integers(max(low, 1), 5)),
+                target_load=draw(st.none() | st.floats(0.01, 1e6)),
+                idle_s=draw(st.sampled_from([0.0, 900.0, 0.5]) | st.floats(0, 2592000)),
+            ),
             fallbacks=tuple(draw(st.lists(st.sampled_from(list(models)), unique=True, max_size=2))) if models else (),
         )
     aliases = {name: Alias(name=name, model=draw(st.sampled_from(list(models)))) for name in names[cut:]}

@@ -264,11 +264,26 @@ def test_sources(source: str, says: str) -> None:
         ("{min: 3, max: 2}", "scaling.min: min 3 is above max 2"),
         ("{min: -1}", "-1 is not in 0 to 10000"),
         ("{max: 0}", "0 is not in 1 to 10000"),
+        ("{min: 0, max: 0}", "scaling.max: 0 is not in 1 to 10000"),
+        ("{target_load: 0}", "scaling.target_load: 0 is not in 0.01 to 1000000 requests; leave it out for the profile"),
+        ("{target_load: -2}", "scaling.target_load: -2 is not in"),
+        ("{target_load: many}", "scaling.target_load"),
+        ("{idle_s: -1}", "scaling.idle_s: -1 is not in 0 to 2592000 seconds"),
+        ("{idle_seconds: 60}", "did you mean 'idle_s'?"),
+        ("{target: 2}", "did you mean 'target_load'?"),
     ],
 )
 def test_scaling(scaling: str, says: str) -> None:
     found = refused(f"models:\n  m: {{source: x, profiles: [{{name: p, engine: vllm}}], scaling: {scaling}}}\n")
     assert any(says in problem for problem in found)
+
+
+def test_scaling_by_load_is_read_as_written() -> None:
+    text = "models:\n  m: {source: x, profiles: [{name: p, engine: vllm}], scaling: {min: 0, max: 4, target_load: 2.5}}\n"
+    spec = load_catalog([("a.yaml", text)]).catalog.models["m"]
+    assert spec.scaling == Scaling(min=0, max=4, target_load=2.5, idle_s=900.0)
+    spec = load_catalog([("a.yaml", text.replace("target_load: 2.5", "idle_s: 0"))]).catalog.models["m"]
+    assert spec.scaling == Scaling(min=0, max=4, target_load=None, idle_s=0.0)
 
 
 @pytest.mark.parametrize(
