@@ -125,9 +125,11 @@ def choose(free: Sequence[GpuSlot], count: int) -> tuple[GpuSlot, ...] | None:
 def lost_gpus(facts: Facts | None, claim: Claim) -> tuple[str, ...]:
     """What of a claim its node does not have any more, a sentence for each GPU: lost to the driver, or not listed.
 
-    A node that does not know its GPUs has lost none; nor has one whose facts contradict themselves about it.
+    A node that does not know its GPUs, or lists one twice, proves nothing.
     """
     if not claim.gpus or facts is None or facts.gpus is None:
+        return ()
+    if _twice(gpu.uuid for gpu in facts.gpus) or _twice(gpu.index for gpu in facts.gpus):
         return ()
     listed = {gpu.uuid for gpu in facts.gpus if gpu.health is not GpuHealth.LOST}
     said = {gpu.uuid: gpu.fault for gpu in facts.gpus}

@@ -20,7 +20,7 @@ from llmgw.core.catalog import EngineSpec
 from llmgw.core.gpu import GpuSlot, flaws, slots
 from llmgw.core.ids import split_shard_name
 from llmgw.core.node import Facts, Liveness, credible
-from llmgw.core.replica import GONE, ROUTABLE, Claim, Replica, ReplicaShard
+from llmgw.core.replica import GONE, ROUTABLE, Assignment, Claim, Replica, ReplicaShard
 from llmgw.core.snapshot import Index, Kind, Ref
 
 
@@ -149,7 +149,13 @@ def _holdings(index: Index, name: str) -> Iterator[Holding]:
         order = index.assignments.record(each)
         if order is None or _covered(index.replicas.record(order.replica), node=name, rank=order.rank):
             continue
-        yield Holding(replica=order.replica, rank=order.rank, claim=order.claim, model=order.model)
+        if (claim := _remembered(order)) is not None:
+            yield Holding(replica=order.replica, rank=order.rank, claim=claim, model=order.model)
+
+
+def _remembered(order: Assignment) -> Claim | None:
+    """What an order says its shard holds; None for the order to stop what nobody remembers, which does not know."""
+    return None if not order.launch.engine and order.claim == Claim() else order.claim
 
 
 def _covered(replica: Replica | None, *, node: str, rank: int) -> bool:
@@ -163,7 +169,7 @@ def _unclaimed(index: Index, name: str, held: set[tuple[str, int]]) -> Iterator[
         report = index.reports.record(each)
         if parts is None or parts[1:] in held or (report is not None and report.phase in GONE):
             continue
-        claim = report.order.claim if report is not None and report.order is not None else None
+        claim = None if report is None or report.order is None else _remembered(report.order)
         yield Unclaimed(replica=parts[1], rank=parts[2], claim=claim)
 
 
