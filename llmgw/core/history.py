@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from llmgw.core.catalog import ModelSpec, NodeSpec
+from llmgw.core.gpu import lost_gpus
 from llmgw.core.ids import shard_name
 from llmgw.core.invariants import Violation, check, claimed_bytes
 from llmgw.core.inventory import live_shard, node_inventory
 from llmgw.core.lifecycle import is_frozen, is_live
 from llmgw.core.liveness import LOST_PERIOD_S, LOST_SHARE
-from llmgw.core.node import Liveness
+from llmgw.core.node import Facts, Liveness
 from llmgw.core.record import Record
 from llmgw.core.replica import (
     Assignment,
@@ -59,8 +60,8 @@ class Checker:
     """Shards whose reports were made in a history that is gone: what their nodes say next may be anything."""
 
     wishes: list[tuple[int, Ref, Record | None]] = field(default_factory=list)
-    """What people wanted until lately: (commits of the head when they changed it, where, what it was). A leader's
-    decision may rest on it, since nothing but the head is compared when it is committed."""
+    """What people wanted, and nodes said of themselves, until lately: (commits of the head when it was changed, where,
+    what it was). A leader's decision may rest on it, since nothing but the head is compared when it is committed."""
 
     def reset(self, changes: Iterable[Change], *, revision: int) -> list[Violation]:
         """Another store, or one whose history is unknown: take it as it is."""
@@ -92,7 +93,7 @@ class Checker:
         commits = _commits(self.index)
         self.wishes = [wish for wish in self.wishes if wish[0] >= commits - WISHES_COMMITS]
         for change in changes:
-            if change.ref.kind in (Kind.MODEL, Kind.NODE_SPEC):
+            if change.ref.kind in (Kind.MODEL, Kind.NODE_SPEC, Kind.FACTS):
                 row = self.index.row(change.ref)
                 # Before something was wanted for the first time nobody could decide about it.
                 if row is not None or any(ref == change.ref for _, ref, _ in self.wishes):
@@ -100,7 +101,7 @@ class Checker:
 
 
 class _Wishes:
-    """What people want now or wanted until lately, of one model or node."""
+    """What people want of a model or node, and what a node says of itself: now, and until lately."""
 
     def __init__(self, index: Index, wishes: list[tuple[int, Ref, Record | None]]) -> None:
         self._index, self._wishes = index, wishes
@@ -116,6 +117,13 @@ class _Wishes:
         ref = Ref(Kind.NODE_SPEC, node)
         lately = [record for _, at, record in self._wishes if at == ref]
         return any(isinstance(one, NodeSpec) and one.drain for one in (self._index.node_specs.record(node), *lately))
+
+    def lost_gpu(self, shard: ReplicaShard) -> bool:
+        """Whether its node said that a GPU the shard holds is gone."""
+        ref = Ref(Kind.FACTS, shard.node)
+        lately = [record for _, at, record in self._wishes if at == ref]
+        said = (self._index.facts.record(shard.node), *(one for one in lately if isinstance(one, Facts)))
+        return any(lost_gpus(facts, shard.claim) for facts in said)
 
 
 class _Before:
@@ -307,7 +315,7 @@ def _justified(index: Index, wishes: _Wishes, replica: Replica) -> bool:
         case Retire.FAILED:
             reports = [index.reports.record(name) for name in names]
             failed = any(report is not None and report.phase is ShardPhase.FAILED for report in reports)
-            return failed or any(_declared_gone(index, shard.node) for shard in replica.shards)
+            return failed or any(_declared_gone(index, each.node) or wishes.lost_gpu(each) for each in replica.shards)
         case Retire.UNKNOWN | Retire.ROLLED:
             return True
         case Retire.REPLACED:

@@ -178,6 +178,14 @@ def test_unknown_is_not_shown_as_zero() -> None:
     assert ">0<" not in html
 
 
+def test_facts_that_cannot_be_true_are_said_and_not_shown_as_numbers() -> None:
+    bench = Bench()
+    bench.put(Kind.FACTS, "n0", Facts(node="n0", boot_id="b", memory_bytes=-12345, cpus=-67.0))
+    html = bench.page()
+    assert "its facts can&#39;t be true: has -12345 bytes of memory, has -67.0 CPUs" in html
+    assert html.count("-67") == 1
+
+
 def test_what_needs_a_person_comes_first() -> None:
     bench = Bench()
     bench.put(Kind.FLEET, "", Fleet(incarnation="1", guard=Guard(on=True, reason="too many went away")))

@@ -149,6 +149,12 @@ def test_what_is_unknown_has_no_sample() -> None:
     assert "llmgw_mirror_age_seconds" not in found
 
 
+def test_what_cannot_be_has_no_sample() -> None:
+    bench = Bench()
+    bench.change(Kind.FACTS, "n0", facts("n0", memory_bytes=-5, cpus=-1))
+    assert not {"llmgw_node_memory_bytes", "llmgw_node_cpus"} & bench.scrape().keys()
+
+
 def test_the_fleet_in_numbers() -> None:
     bench = Bench()
     bench.change(Kind.NODE_STATE, "n0", state("n0"))
