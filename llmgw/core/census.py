@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
+from llmgw.core.autoscale import wanted_replicas
 from llmgw.core.catalog import EngineSpec, ModelSpec, launch_hash
 from llmgw.core.inventory import NodeInventory, node_inventory
 from llmgw.core.lifecycle import is_frozen, is_live, replicas_of
@@ -107,7 +108,7 @@ def take_census(index: Index, name: str, spec: ModelSpec | None, state: ModelSta
         if replica.phase is ReplicaPhase.READY and all(_answers(node) for node in nodes):
             ready.add(replica.id)
     return Census(
-        wanted=0 if spec is None else spec.scaling.min,
+        wanted=0 if spec is None else wanted_replicas(spec, state),
         removed=spec is None,
         lost=tuple(lists["lost"]),
         drained=tuple(lists["drained"]),

@@ -24,6 +24,7 @@ from collections.abc import Iterable, Iterator
 import msgspec
 
 from llmgw.core.adoption import catalog_known
+from llmgw.core.autoscale import wanted_replicas
 from llmgw.core.explain import RECEIPT_BYTES_MAX, Receipt, Refusal, Unplaced
 from llmgw.core.inventory import Inventory
 from llmgw.core.lifecycle import is_live
@@ -185,7 +186,8 @@ def unconverged(index: Index) -> list[str]:
         if replica.phase is ReplicaPhase.READY and all(there):
             serving[replica.model] = serving.get(replica.model, 0) + 1
     for spec in index.models.records():
-        ready, wanted, model = serving.get(spec.name, 0), spec.scaling.min, index.model_states.record(spec.name)
+        ready, model = serving.get(spec.name, 0), index.model_states.record(spec.name)
+        wanted = wanted_replicas(spec, model)
         explained = model is not None and model.unplaced is not None and ready < wanted
         if ready != wanted and not explained:
             found.append(f"{spec.name} has {ready} of {wanted} replicas ready")

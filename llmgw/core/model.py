@@ -11,6 +11,8 @@ from typing import Final
 
 import msgspec
 
+from llmgw.core.autoscale import decide
+from llmgw.core import gang
 from llmgw.core.catalog import ModelSpec, Profile
 from llmgw.core.census import Census, retirements, take_census, tokens
 from llmgw.core.draft import Pass
@@ -27,6 +29,7 @@ from llmgw.core.lifecycle import (
     leaving_phase,
     new_replica,
     observed_phase,
+    order_ref,
     release,
     replicas_of,
     retired,
@@ -77,7 +80,7 @@ def tend_leaving(p: Pass, name: str) -> None:
     for replica in readable_replicas(p.index, name):
         if is_live(replica) or p.restoring:
             continue
-        lost = [shard for shard in replica.shards if _unordered(p.index, replica, shard)]
+        lost = [shard for shard in gang.stoppable(p.index, replica) if _unordered(p.index, replica, shard)]
         given_back = release(p.index, replica)
         if given_back is not None:
             p.draft.emit(given_back[0], *given_back[1])
@@ -108,8 +111,12 @@ def tend_live(p: Pass, name: str, spec: ModelSpec | None) -> None:
         if not is_live(replica):
             continue
         if (phase := observed_phase(p.index, replica)) is not replica.phase:
-            record = msgspec.structs.replace(replica, phase=phase, phase_at=p.now.wall_s)
+            was_ready = ReplicaPhase.READY in (phase, replica.phase)
+            ready_at = p.now.wall_s if was_ready and replica.ready_at is None else replica.ready_at
+            record = msgspec.structs.replace(replica, phase=phase, phase_at=p.now.wall_s, ready_at=ready_at)
             p.draft.emit("phase", Put(ref=Ref(Kind.REPLICA, replica.id), record=record))
+        if not p.restoring and (head := gang.head_released(p.index, replica, incarnation=p.incarnation)) is not None:
+            p.draft.emit("start", Put(ref=order_ref(head.node, replica.id, head.rank), record=head))
         profile = profiles.get(replica.profile)
         for shard in replica.shards:
             ref = Ref(Kind.ASSIGNMENT, shard_name(shard.node, replica.id, shard.rank))
@@ -131,16 +138,31 @@ def tend(p: Pass, name: str, inventory: Inventory) -> Tended | None:
     tend_live(p, name, spec)
     if Ref(Kind.MODEL, name) in index.corrupted or Ref(Kind.MODEL_STATE, name) in index.corrupted:
         return None
-    state = index.model_states.record(name) or ModelState(name=name, wanted=0, placed=0, ready=0)
+    state = index.model_states.record(name) or _first_state(index, name)
     model = Tended(name=name, spec=spec, state=state)
     if p.restoring:
         return model
+    _scale(p, model)
     _fail(p, model)
     _retire(p, model)
     if spec is not None:
         _settle_backoff(p, model)
         _place(p, model, spec, inventory)
     return model
+
+
+def _first_state(index: Index, name: str) -> ModelState:
+    """Of a model that has none: what runs already, after its state was lost, is as many as are wanted."""
+    live = sum(1 for replica in replicas_of(index, name) if is_live(replica))
+    return ModelState(name=name, wanted=live, placed=0, ready=0)
+
+
+def _scale(p: Pass, model: Tended) -> None:
+    """Take over what load has led to. Before anything follows from it: between groups the process may die."""
+    scale = None if model.spec is None else decide(model.spec, model.state, p.view.load, now=p.now)
+    if scale is not model.state.scale:
+        model.state = msgspec.structs.replace(model.state, scale=scale)
+        p.draft.put("state", Ref(Kind.MODEL_STATE, model.name), model.state)
 
 
 def _profile(model: Tended, replica: Replica) -> Profile | None:
@@ -154,15 +176,15 @@ def _fail(p: Pass, model: Tended) -> None:
     known = {} if model.spec is None else tokens(index, model.spec)
     failed: list[tuple[Replica, str, Retire]] = []
     for replica in readable_replicas(index, model.name):
-        found = failure(index, replica, incarnation=p.incarnation) if is_live(replica) else None
+        found = _failure(p, replica) if is_live(replica) else None
         if found is None:
             continue
-        node, reason, why = found
+        nodes, reason, why = found
         attempt = model.state.attempt + 1
         retry_at = p.now.wall_s + backoff_s(model.name, attempt, p.settings)
         until = {each: at for each, at in model.state.failed_nodes.items() if at > p.now.wall_s}
         if why is Retire.FAILED:  # what merely lost its order says nothing of its node, nor of the launch
-            until[node] = retry_at + p.settings.backoff_max_s
+            until |= dict.fromkeys(nodes, retry_at + p.settings.backoff_max_s)
         young = why is Retire.FAILED and replica.phase is not ReplicaPhase.READY
         spoils = young and replica in census.current and bool(census.outdated)
         model.state = msgspec.structs.replace(
@@ -170,7 +192,7 @@ def _fail(p: Pass, model: Tended) -> None:
             attempt=attempt,
             retry_at=retry_at,
             failed_nodes=dict(sorted(until.items(), key=lambda item: (item[1], item[0]))[-FAILED_NODES_MAX:]),
-            failure=f"{replica.id} on {node}: {reason}"[:REASON_LEN_MAX],
+            failure=f"{replica.id} on {', '.join(nodes)}: {reason}"[:REASON_LEN_MAX],
             launch_failed=known[replica.launch] if spoils else model.state.launch_failed,
         )
         failed.append((replica, reason, why))
@@ -179,6 +201,20 @@ def _fail(p: Pass, model: Tended) -> None:
     for replica, reason, why in failed:
         profile = _profile(model, replica)
         p.draft.emit("fail", *retired(index, replica, why=why, reason=reason, now=p.now, profile=profile))
+
+
+def _failure(p: Pass, replica: Replica) -> tuple[tuple[str, ...], str, Retire] | None:
+    """(nodes to blame, what happened, kind) when a replica in routing has failed, or never came together in time."""
+    if (found := failure(p.index, replica, incarnation=p.incarnation)) is not None:
+        node, reason, why = found
+        return (node,), reason, why
+    wait_s = gang.late_in_s(p.index, replica, now=p.now, view=p.view)
+    if wait_s is None or wait_s > 0:
+        if wait_s is not None:
+            p.wake_in("model", replica.model, wait_s)
+        return None
+    nodes, reason = gang.late_ranks(p.index, replica)
+    return nodes, reason, Retire.FAILED
 
 
 def _retire(p: Pass, model: Tended) -> None:
@@ -220,6 +256,9 @@ def _place(p: Pass, model: Tended, spec: ModelSpec, inventory: Inventory) -> Non
         p.tries -= 1
         failed = frozenset(node for node, until in model.state.failed_nodes.items() if until > p.now.wall_s)
         outcome = place(inventory, spec, failed=failed)
+        together = gang.arrange(p.index, outcome) if isinstance(outcome, Placement) else None
+        if isinstance(together, Rejection):
+            outcome = together
         if isinstance(outcome, Rejection):
             model.rejected, model.rejected_after = outcome, len(p.draft.groups)
             if census.need == 0:
@@ -233,6 +272,7 @@ def _place(p: Pass, model: Tended, spec: ModelSpec, inventory: Inventory) -> Non
             key=p.ids.key(),
             replaces=None if stands_for is None else stands_for.id,
             now=p.now,
+            gang=together,
         )
         p.draft.emit("place", *writes)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from llmgw.core.live import LoadView
 from llmgw.core.record import Record
 from llmgw.core.snapshot import Dirty, Ref
 
@@ -86,14 +87,25 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     placements_max: int = 100
 
 
+class Forming(msgspec.Struct, frozen=True, kw_only=True):
+    """A gang on its way to ready, as this leader sees it: how far it has come, and since when (its monotonic clock)."""
+
+    step: tuple[object, ...]
+    mono_s: float
+
+
 class View(msgspec.Struct, frozen=True, kw_only=True):
     """This reign's own observations, which a new leader may safely forget: empty at each new term.
 
     All on the leader's monotonic clock. `absent_since`: node -> when this leader first saw it without a session; kept
-    up by `llmgw.core.liveness.observe`, which the loop calls before each pass.
-    `write_failed_mono_s`: the last time one of our own writes failed or was refused, None if never.
+    up by `llmgw.core.liveness.observe`, which the loop calls before each pass, as is `forming`: replica that spans nodes
+    and never was ready -> its last visible step.
+    `write_failed_mono_s`: the last time one of our own writes failed or was refused, None if never. `load`: what was
+    sampled of the models' load; kept up by `llmgw.core.autoscale.observe`.
     """
 
     won_mono_s: float
     absent_since: Mapping[str, float] = {}
+    forming: Mapping[str, Forming] = {}
     write_failed_mono_s: float | None = None
+    load: LoadView = LoadView()

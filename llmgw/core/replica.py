@@ -147,7 +147,7 @@ class ShardReport(Record, frozen=True, kw_only=True):
     `assignment_rev`: mod_revision of the order this report answers, 0 for an unassigned shard. `incarnation`: one start
     of the engine. `attempts`: starts that failed since it last ran stably. Times are Unix seconds by the node's clock.
     `context` and `slots` are read back from the running engine, None until then. `address` and `port`: where gateways
-    reach it (rank 0 only).
+    reach it (rank 0 only). `extended`: start budgets it was granted beyond its first, because its load made progress.
     """
 
     node: str
@@ -167,6 +167,7 @@ class ShardReport(Record, frozen=True, kw_only=True):
     context: int | None = None
     slots: int | None = None
     attempts: int = 0
+    extended: int = 0
     reason: str = ""
 
 
@@ -183,7 +184,8 @@ class Replica(Record, frozen=True, kw_only=True):
     """`plan/replicas/<id>`: one placed copy of a model; its claims are the truth about what is taken.
 
     `launch`: `launch_hash` of what it was placed from. `replaces`: the replica it stands in for, which stays in routing
-    until this one is ready. Times are Unix seconds by the writing leader's clock.
+    until this one is ready. `ready_at`: when it was first seen ready, None: never. Times are Unix seconds by the writing
+    leader's clock.
     """
 
     id: str
@@ -197,10 +199,17 @@ class Replica(Record, frozen=True, kw_only=True):
     phase_at: float
     build: str | None = None
     fabric: str | None = None
+    ready_at: float | None = None
     retire: Retire | None = None
     replaces: str | None = None
     reason: str = ""
     receipt: Receipt | None = None
+
+    @property
+    def is_forming(self) -> bool:
+        """Whether it spans nodes and is on its way to being ready for the first time."""
+        starting = self.phase in (ReplicaPhase.PLACED, ReplicaPhase.STARTING)
+        return starting and self.ready_at is None and len(self.shards) > 1
 
 
 class EngineSecret(Record, frozen=True, kw_only=True):
@@ -218,6 +227,34 @@ class Rollout(enum.Enum):
     STOPPED = "stopped"
 
 
+class ScaleCause(enum.Enum):
+    """Why a model has the number of replicas wanted that it has.
+
+    `start`: what there was, or the lowest allowed, before any load was known. `load`: requests to a replica. `idle`: no
+    request for long enough. `wake`: a request waited and there was no replica. `bounds`: the catalog's `min` or `max`.
+    """
+
+    START = "start"
+    LOAD = "load"
+    IDLE = "idle"
+    WAKE = "wake"
+    BOUNDS = "bounds"
+
+
+class ScaleState(Record, frozen=True, kw_only=True):
+    """How many replicas of a model are wanted by load. Written only when that number changes.
+
+    `since_at`: Unix seconds. `load`: requests in flight and queued at all gateways then, `target`: those that each
+    replica was to have; None where no load had a part in it.
+    """
+
+    wanted: int
+    since_at: float
+    cause: ScaleCause
+    load: int | None = None
+    target: float | None = None
+
+
 class ModelState(Record, frozen=True, kw_only=True):
     """`plan/models/<name>`: how the leader sees a model.
 
@@ -225,7 +262,8 @@ class ModelState(Record, frozen=True, kw_only=True):
     `attempt`, `retry_at`: the backoff after failed replicas (a count, Unix seconds). `failed_nodes`: node -> until when
     (Unix seconds) it ranks last for this model. `launch_failed`: the launch (hash, and wished engine version) whose
     rollout failed. `failure`: what the last failed replica died of, kept while `attempt` is above zero or the rollout
-    is stopped. `unplaced`: present while a replica that is wanted, or is to be moved, fits nowhere.
+    is stopped. `unplaced`: present while a replica that is wanted, or is to be moved, fits nowhere. `scale`: where the
+    catalog leaves a range, the number that load has led to.
     """
 
     name: str
@@ -240,6 +278,7 @@ class ModelState(Record, frozen=True, kw_only=True):
     failure: str = ""
     reason: str = ""
     unplaced: Unplaced | None = None
+    scale: ScaleState | None = None
 
 
 def confirms_stop(report: ShardReport | None, *, order_rev: int) -> bool:

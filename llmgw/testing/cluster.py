@@ -63,7 +63,7 @@ def model_spec(name: str, *profiles: Profile, replicas: int = 1, source: str = "
         name=name,
         source=source or f"{name}.gguf",
         profiles=profiles or (cpu_profile(),),
-        scaling=Scaling(min=replicas, max=max(1, replicas)),
+        scaling=Scaling(min=replicas, max=replicas),
     )
 
 
@@ -141,9 +141,13 @@ class Cluster:
     def model(self, name: str, *profiles: Profile, replicas: int = 1, source: str = "") -> ModelSpec:
         """Apply a model."""
         spec = model_spec(name, *profiles, replicas=replicas, source=source)
-        self.write(Kind.MODEL, name, spec)
-        self._applied()
+        self.apply_model(spec)
         return spec
+
+    def apply_model(self, spec: ModelSpec) -> None:
+        """Apply a model as it is."""
+        self.write(Kind.MODEL, spec.name, spec)
+        self._applied()
 
     def remove_model(self, name: str) -> None:
         """Take a model out of the catalog."""
