@@ -11,6 +11,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from llmgw.core.ids import Secret, shard_name, split_shard_name
+from llmgw.core.live import GatewayLoad
 from llmgw.core.record import Record
 from llmgw.core.snapshot import RECORDS, Change, Kind, Ref
 from llmgw.errors import CorruptRecord
@@ -38,11 +39,15 @@ def _decode(kind: type, value: Any) -> Any:
     raise msgspec.ValidationError(f"expected {kind.__name__}")
 
 
+_UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What a value raises that is no record of ours. The last one: JSON nested a thousand deep."""
+
 _STORED: Final = msgspec.json.Encoder(enc_hook=_reveal)
 _PUBLIC: Final = msgspec.json.Encoder(enc_hook=_redact)
 _DECODERS: Final[Mapping[Kind, msgspec.json.Decoder[Record]]] = {
     kind: msgspec.json.Decoder(record, dec_hook=_decode) for kind, record in RECORDS.items()
 }
+_LOAD: Final = msgspec.json.Decoder(GatewayLoad)
 
 
 def encode_stored(record: Record) -> bytes:
@@ -70,12 +75,23 @@ def decode(ref: Ref, value: bytes) -> Record:
     raw = keys.key(ref)
     try:
         record = _DECODERS[ref.kind].decode(value)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except _UNREADABLE as error:
         raise CorruptRecord(raw, str(error)) from error
     said = _name(ref.kind, record)
     if said is not None and said != ref.name:
         raise CorruptRecord(raw, f"its value speaks of {said!r}")
     return record
+
+
+def decode_load(gateway: str, value: bytes) -> GatewayLoad:
+    """What the gateway of that id tells. Raises CorruptRecord, also when it speaks of another gateway."""
+    try:
+        load = _LOAD.decode(value)
+    except _UNREADABLE as error:
+        raise CorruptRecord(keys.gateway_key(gateway), str(error)) from error
+    if load.gateway != gateway:
+        raise CorruptRecord(keys.gateway_key(gateway), f"its value speaks of {load.gateway!r}")
+    return load
 
 
 def _name(kind: Kind, record: Any) -> str | None:

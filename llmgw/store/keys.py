@@ -16,6 +16,9 @@ ROOT: Final = "/llmgw/"
 LIVE: Final = "/llmgw-live/"
 """Noisy records that decide nothing by themselves."""
 
+GATEWAYS: Final = LIVE + "gateway/"
+"""What gateways tell of their load, one key each."""
+
 _BY_NAME: Final = frozenset({Kind.MODEL, Kind.ALIAS, Kind.MODEL_STATE})
 """Kinds named by people's free text, which is escaped."""
 
@@ -68,3 +71,13 @@ def parse(raw: str) -> Ref | None:
             return None if split_shard_name(rest) is None else Ref(kind, rest)
         return None if name_problem(rest) else Ref(kind, rest)
     return None
+
+
+def gateway_key(gateway: str) -> str:
+    """Where the gateway of that id tells its load. An id is any text, as it is configured: it is escaped."""
+    return GATEWAYS + escape(gateway)
+
+
+def parse_gateway(raw: str) -> str | None:
+    """The id of the gateway that tells its load at `raw`; None when no gateway does."""
+    return unescape(raw.removeprefix(GATEWAYS)) if raw.startswith(GATEWAYS) else None

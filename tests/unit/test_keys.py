@@ -9,7 +9,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from llmgw.core.ids import escape, model_name_problem, name_problem, replica_id, shard_name, split_shard_name, unescape
+from llmgw.core.live import ModelLoad
 from llmgw.core.snapshot import Kind, Ref
+from llmgw.errors import CorruptRecord
 from llmgw.store import codec, keys
 from llmgw.store.port import KeyValue, range_end
 
@@ -132,3 +134,53 @@ def test_every_kind_has_its_own_place() -> None:
     places = [keys.prefix(kind) for kind in Kind]
     for place in places:
         assert [other for other in places if other.startswith(place)] == [place]
+
+
+@given(names)
+@example("gpu-host:8880")
+@example("a/../b")
+@example("..")
+def test_a_gateways_id_round_trips_through_its_key_outside_the_tree(gateway: str) -> None:
+    if model_name_problem(gateway) is not None:
+        return
+    key = keys.gateway_key(gateway)
+    assert key.startswith("/llmgw-live/gateway/")
+    assert "/" not in key.removeprefix(keys.GATEWAYS)
+    assert keys.parse_gateway(key) == gateway
+    assert keys.parse(key) is None
+
+
+@pytest.mark.parametrize(
+    "raw",
+    ["/llmgw-live/gateway/", "/llmgw-live/gateway/a/b", "/llmgw-live/gateway/%2f", "/llmgw-live/gateways", "/llmgw/a"],
+)
+def test_what_no_gateway_wrote_is_no_gateways(raw: str) -> None:
+    assert keys.parse_gateway(raw) is None
+
+
+def test_a_gateways_load_is_read_whatever_else_it_says_and_never_as_less_than_nothing() -> None:
+    said = b'{"gateway":"g","models":{"m":{"in_flight":3,"new":1},"k":{"queued":2,"idle_s":0}},"of_the_future":[1]}'
+    load = codec.decode_load("g", said)
+    assert load.models == {"m": ModelLoad(in_flight=3), "k": ModelLoad(queued=2)}
+    assert codec.decode_load("g", codec.encode_stored(load)) == load
+    for bad, why in [
+        (b'{"gateway":"other"}', "speaks of 'other'"),
+        (b'{"gateway":"g","models":{"m":{"in_flight":-1}}}', ">= 0"),
+        (b'{"gateway":"g","models":{"m":{"queued":1e400}}}', "out of range"),
+        (b'{"gateway":"g","models":{"m":{"queued":99999999999999999999999999999}}}', "<= 1000000000"),
+        (b'{"gateway":"g","models":{"m":{"idle_s":-0.1}}}', ">= 0"),
+        (b'{"gateway":"g","models":[]}', "object"),
+        (b"{}", "gateway"),
+        (b"\xff", "malformed"),
+        (b"", "truncated"),
+        (b'{"gateway":"g","x":' + b"[" * 100_000 + b"]" * 100_000 + b"}", "recursion"),
+    ]:
+        with pytest.raises(CorruptRecord, match=why) as caught:
+            codec.decode_load("g", bad)
+        assert caught.value.key == "/llmgw-live/gateway/g"
+
+
+def test_a_record_nested_without_end_is_unreadable_and_no_more() -> None:
+    value = b'{"node":"n","boot_id":"b","x":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    with pytest.raises(CorruptRecord, match="recursion"):
+        codec.decode(Ref(Kind.FACTS, "n"), value)
