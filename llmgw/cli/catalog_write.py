@@ -57,9 +57,13 @@ def read_catalog(index: Index) -> tuple[Catalog, frozenset[Ref]]:
 async def read_plan(store: Store, wanted: Loaded, *, prune: bool) -> tuple[Index, ApplyPlan]:
     """What the store holds, and what is to be changed in it. Raises: Refused, Unavailable, Denied."""
     index = await read_index(store, (*CATALOG_KINDS, Kind.GENERATION))
+    return index, plan_for(index, wanted, prune=prune)
+
+
+def plan_for(index: Index, wanted: Loaded, *, prune: bool) -> ApplyPlan:
+    """What is to be changed in the catalog that `index` holds. Raises: Refused."""
     current, corrupt = read_catalog(index)
-    plan = plan_apply(current, wanted, prune=prune, changes_max=EDITS_MAX, bytes_max=BYTES_MAX, corrupt=corrupt)
-    return index, plan
+    return plan_apply(current, wanted, prune=prune, changes_max=EDITS_MAX, bytes_max=BYTES_MAX, corrupt=corrupt)
 
 
 async def write_plan(
