@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, Protocol
 
 from llmgw.core.record import Leader
-from llmgw.core.snapshot import Index
+from llmgw.core.snapshot import Index, Kind, Ref
+
+
+_NEEDED: Final = (Kind.META, Kind.HEAD, Kind.FLEET)
+"""Records without which a leader decides nothing, or nothing about nodes."""
 
 
 class Reign(Protocol):
@@ -96,6 +100,10 @@ class ControllerStatus:
         if self.term is None:
             return None
         age_s = mono_s - self.term.renewed_mono_s
-        if age_s <= self.renew_within_s:
-            return None
-        return f"leads, but its last good keepalive was {age_s:.1f} s ago (more than {self.renew_within_s:g} s)"
+        if age_s > self.renew_within_s:
+            return f"leads, but its last good keepalive was {age_s:.1f} s ago (more than {self.renew_within_s:g} s)"
+        for place in _NEEDED if self.mirror is not None else ():
+            row = self.mirror.index.row(Ref(place)) if self.mirror is not None else None
+            if row is not None and row.corrupt is not None:
+                return f"leads, but can decide little: {place.value} can't be read ({row.corrupt})"
+        return None

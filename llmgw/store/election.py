@@ -201,7 +201,12 @@ class _Campaign:
         if not listing.items:
             return True
         holder = listing.items[0]
-        self._say(logging.INFO, "standing by", term=holder.create_revision, leader=_holder(holder.value))
+        leader = _holder(holder.value)
+        if holder.lease == 0:
+            why = f"it has no lease, so it never lapses: delete {KEY} once nobody leads"
+            self._say(logging.WARNING, "somebody wrote the election key by hand", leader=leader, why=why)
+        else:
+            self._say(logging.INFO, "standing by", term=holder.create_revision, leader=leader)
         await _change(self._store, KEY, listing.revision, within_s=self._ttl_s)
         return False
 

@@ -119,6 +119,23 @@ def test_health_of_a_standby_a_leader_and_a_leader_that_does_not_renew() -> None
     bench.visit(scene)
 
 
+def test_a_leader_that_can_not_read_what_it_decides_from_is_unhealthy() -> None:
+    bench = Bench()
+    bad = Change(ref=Ref(Kind.FLEET), mod_revision=9, create_revision=9, corrupt="not JSON")
+
+    async def scene(client: httpx2.AsyncClient) -> None:
+        bench.status.term = Term(number=7, renewed_mono_s=trio.current_time())
+        assert (await client.get("/healthz")).status_code == 200
+        bench.mirror.index.apply([bad], revision=9)
+        failing = await client.get("/healthz")
+        assert failing.status_code == 503
+        assert failing.json()["why"] == "leads, but can decide little: plan/fleet can't be read (not JSON)"
+        bench.status.term = None
+        assert (await client.get("/healthz")).status_code == 200
+
+    bench.visit(scene)
+
+
 def test_health_before_anything_was_read_is_null_not_zero() -> None:
     bench = Bench()
     bench.status.mirror = None

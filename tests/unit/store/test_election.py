@@ -408,6 +408,24 @@ def test_it_does_not_stand_without_a_readable_incarnation(value: bytes | None) -
     run(scene)
 
 
+def test_an_election_key_that_never_lapses_is_told_with_what_to_do(caplog: pytest.LogCaptureFixture) -> None:
+    async def scene(cluster: MemoryCluster) -> None:
+        a = Candidate(cluster, "a")
+        await a.store.txn([], [PutOp(key=KEY, value=b"me")])
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(a.run)
+            await trio.sleep(60)
+            assert not a.won.is_set()
+            await a.store.txn([], [DeleteOp(key=KEY)])
+            await a.won.wait()
+            a.leave.set()
+
+    run(scene)
+    (told, *_) = [record for record in caplog.records if "by hand" in record.message]
+    assert told.levelname == "WARNING"
+    assert f"delete {KEY}" in str(told.__dict__["fields"])
+
+
 def test_what_the_body_raises_passes_and_the_lease_is_revoked() -> None:
     async def scene(cluster: MemoryCluster) -> None:
         with pytest.raises(KeyError, match="mine"):
