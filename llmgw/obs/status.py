@@ -13,7 +13,6 @@ from typing import Final, Protocol
 from llmgw.core.record import Leader
 from llmgw.core.snapshot import Index, Kind, Ref
 
-
 _NEEDED: Final = (Kind.META, Kind.HEAD, Kind.FLEET)
 """Records without which a leader decides nothing, or nothing about nodes."""
 
