@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from typing import Final, Self
+from typing import Final
 
 import anyio
+import anyio.lowlevel
 from anyio.abc import TaskGroup
 
 from llmgw.config import AgentConfig
@@ -54,22 +55,22 @@ async def run_agent(store: Store, host: Host, config: AgentConfig, *, wall: Wall
     Raises:
         Refused: engines of another node's name still run out of this data directory.
     """
-    with Agent(host, config, wall=wall, ids=ids) as agent:
-        await agent.restore()
-        keeper = SessionKeeper(store, config, agent, wall=wall, boot_id=host.boot_id, data=host.data, pid=host.pid)
-        async with anyio.create_task_group() as outer:
-            supervising = anyio.CancelScope(shield=True)
-            outer.start_soon(agent.supervise, supervising)
-            try:
-                async with anyio.create_task_group() as inner:
-                    with anyio.move_on_after(FIRST_FACTS_S):
-                        await agent.look_at_machine()
-                    inner.start_soon(agent.watch_facts)
-                    inner.start_soon(keeper.run)
-            finally:
-                if config.on_exit == "stop" and not agent.failed:
-                    await _take_all_along(agent, keeper)
-                supervising.cancel()
+    agent = Agent(host, config, wall=wall, ids=ids)
+    await agent.restore()
+    keeper = SessionKeeper(store, config, agent, wall=wall, boot_id=host.boot_id, data=host.data, pid=host.pid)
+    async with anyio.create_task_group() as outer:
+        supervising = anyio.CancelScope(shield=True)
+        outer.start_soon(agent.supervise, supervising)
+        try:
+            async with anyio.create_task_group() as inner:
+                with anyio.move_on_after(FIRST_FACTS_S):
+                    await agent.look_at_machine()
+                inner.start_soon(agent.watch_facts)
+                inner.start_soon(keeper.run)
+        finally:
+            if config.on_exit == "stop" and not agent.failed:
+                await _take_all_along(agent, keeper)
+            supervising.cancel()
 
 
 async def _take_all_along(agent: Agent, keeper: SessionKeeper) -> None:
@@ -86,21 +87,17 @@ class Agent:
     def __init__(self, host: Host, config: AgentConfig, *, wall: WallClock, ids: Ids) -> None:
         self._host, self._config, self._wall = host, config, wall
         self.supervisor = Supervisor(config, data=host.data, boot_id=host.boot_id, ids=ids)
-        self._send, self._receive = anyio.create_memory_object_stream[Posted](math.inf)
+        self._events: deque[Posted] = deque()
+        self._posted = anyio.Event()
         self._facts = Facts(
             node=config.name, boot_id=host.boot_id, labels=config.labels, engines=EngineFacts(probed=False)
         )
         self.failed = False
         """Whether the supervising task came to grief, so that nobody would answer."""
+        self._shown: object = None
+        """What others could see of the supervisor when they were last told of a change."""
         self._version = 0
         self._moved = anyio.Event()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._send.close()
-        self._receive.close()
 
     # --- the session's desk -------------------------------------------------------------------------------------
 
@@ -124,7 +121,7 @@ class Agent:
         await done.wait()
 
     async def wait_changed(self, since: int) -> int:
-        """Until reports or facts may have changed; versions only grow."""
+        """Until reports, facts or quiet have changed; versions only grow."""
         while self._version <= since:
             await self._moved.wait()
         return self._version
@@ -182,7 +179,10 @@ class Agent:
                     while True:
                         events = await self._next()
                         await self._perform(self._step(events), tasks)
-                        self._change()
+                        shown = (self.supervisor.quiet, self.supervisor.reports())
+                        if shown != self._shown:
+                            self._shown = shown
+                            self._change()
                         for _, done in events:
                             done.set()
         finally:
@@ -206,11 +206,13 @@ class Agent:
         facts = await self._host.facts()
         if facts != self._facts:
             self._facts = facts
+            self._change()
             await self.tell(ev.MemoryKnown(memory_bytes=facts.memory_bytes))
 
     def _post(self, event: ev.Event) -> anyio.Event:
         done = anyio.Event()
-        self._send.send_nowait((event, done))
+        self._events.append((event, done))
+        self._posted.set()
         return done
 
     def _change(self) -> None:
@@ -221,12 +223,13 @@ class Agent:
     async def _next(self) -> list[Posted]:
         """The events there are, at least one; the passing of time where that is due first."""
         wake_mono_s = self.supervisor.wake_mono_s()
-        events: list[Posted] = []
-        with anyio.CancelScope(deadline=math.inf if wake_mono_s is None else wake_mono_s):
-            events.append(await self._receive.receive())
-        with suppress(anyio.WouldBlock):
-            while len(events) < EVENTS_MAX:
-                events.append(self._receive.receive_nowait())
+        if self._events:
+            await anyio.lowlevel.checkpoint()
+        else:
+            self._posted = anyio.Event()
+            with anyio.CancelScope(deadline=math.inf if wake_mono_s is None else wake_mono_s):
+                await self._posted.wait()
+        events = [self._events.popleft() for _ in range(min(len(self._events), EVENTS_MAX))]
         return events or [(ev.TimePassed(), anyio.Event())]
 
     def _step(self, events: Sequence[Posted]) -> list[ev.Instruction]:

@@ -10,9 +10,10 @@ tells; iteration raises nothing but Denied.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from typing import Final, Self
+from typing import Final
 
 import anyio
 import anyio.lowlevel
@@ -51,7 +52,7 @@ async def follow(
     `relist_s`: mean time between two checks of the watch by a listing. Exceptions of the body pass as they are.
     """
     following = Following(store, prefixes, relist_s=relist_s, jitter=jitter)
-    with following, ungrouped():
+    with ungrouped():
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(following.run)
             yield following
@@ -80,8 +81,8 @@ class Following:
         self._prefixes = tuple(prefixes)
         self._relist_s = relist_s
         self._jitter = jitter
-        self._send, self._receive = anyio.create_memory_object_stream[Reset | Batch](BUFFER_BATCHES)
-        self._hungry = anyio.Event()
+        self._buffer: deque[Reset | Batch] = deque()
+        self._filled, self._hungry = anyio.Event(), anyio.Event()
         self._watching: anyio.CancelScope | None = None
         self._cause = "start"
         self._asked = False
@@ -107,31 +108,20 @@ class Following:
             self._cause, self._asked = cause, True
             self._watching.cancel()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._send.close()
-        self._receive.close()
-
     def __aiter__(self) -> AsyncIterator[Reset | Batch]:
         return self
 
     async def __anext__(self) -> Reset | Batch:
-        await anyio.lowlevel.checkpoint()
-        try:
-            return self._receive.receive_nowait()
-        except anyio.WouldBlock:
+        if self._buffer:
+            await anyio.lowlevel.checkpoint()  # a reader that never has to wait still lets the others have their turn
+        else:
             self._hungry.set()
-        except anyio.EndOfStream:
-            raise self._end() from None
-        try:
-            return await self._receive.receive()
-        except anyio.EndOfStream:
-            raise self._end() from None
-
-    def _end(self) -> Exception:
-        return StopAsyncIteration() if self._denied is None else self._denied
+        while not self._buffer:
+            if self._denied is not None:
+                raise self._denied
+            self._filled = anyio.Event()
+            await self._filled.wait()
+        return self._buffer.popleft()
 
     async def run(self) -> None:
         """Fetch until cancelled, or until the store denies it, which the reader is told."""
@@ -142,7 +132,7 @@ class Following:
                     await self._fetch()
         except Denied as error:
             self._denied = error
-            self._send.close()
+            self._filled.set()
 
     async def _fetch(self) -> None:
         while True:
@@ -151,7 +141,8 @@ class Following:
             self._told = {item.key: item.mod_revision for item in listing.items}
             self._suspects = set()
             self.resets[self._cause] = self.resets.get(self._cause, 0) + 1
-            await self._send.send(Reset(items=listing.items, revision=listing.revision, cause=self._cause))
+            self._buffer.clear()  # what the reader has not taken is in the listing
+            self._put(Reset(items=listing.items, revision=listing.revision, cause=self._cause))
             with anyio.CancelScope() as self._watching:
                 self._cause = await self._watch()
             self._watching = None
@@ -193,12 +184,11 @@ class Following:
 
         Mere word of progress is left out while anything else waits there: it must not crowd out events.
         """
-        if not batch.events and self._receive.statistics().current_buffer_used:
+        if not batch.events and self._buffer:
             return True
-        try:
-            self._send.send_nowait(batch)
-        except anyio.WouldBlock:
+        if len(self._buffer) >= BUFFER_BATCHES:
             return False
+        self._put(batch)
         self.revision = max(self.revision, batch.revision)
         for event in batch.events:
             if event.value is None:
@@ -209,11 +199,14 @@ class Following:
             self._suspects.discard(event.key)
         return True
 
+    def _put(self, word: Reset | Batch) -> None:
+        self._buffer.append(word)
+        self._filled.set()
+
     async def _forget_buffered(self) -> None:
         """Drop what the reader did not take, and wait until it asks again: one listing for a stall of any length."""
         self._hungry = anyio.Event()
-        while self._receive.statistics().current_buffer_used:
-            self._receive.receive_nowait()
+        self._buffer.clear()
         await self._hungry.wait()
 
     async def _check(self) -> None:

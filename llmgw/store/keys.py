@@ -5,6 +5,7 @@ Invariant: `parse(key(ref)) == ref`, and no two refs share a key, whatever a mod
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Final
 
 from llmgw.core.ids import escape, name_problem, split_shard_name, unescape
@@ -18,6 +19,9 @@ LIVE: Final = "/llmgw-live/"
 
 GATEWAYS: Final = LIVE + "gateway/"
 """What gateways tell of their load, one key each."""
+
+PARSED_MAX: Final = 65536
+"""Keys whose meaning is remembered, because every change of a record brings its key again. About 20 MB at most."""
 
 _BY_NAME: Final = frozenset({Kind.MODEL, Kind.ALIAS, Kind.MODEL_STATE})
 """Kinds named by people's free text, which is escaped."""
@@ -51,6 +55,7 @@ def shards_of(node: str) -> str:
     return f"{prefix(Kind.SHARD)}{node}/"
 
 
+@lru_cache(maxsize=PARSED_MAX)
 def parse(raw: str) -> Ref | None:
     """What lives at `raw`; None when no record of ours does."""
     if not raw.startswith(ROOT):

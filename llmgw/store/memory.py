@@ -7,6 +7,7 @@ A `MemoryStore` is one client's handle on a `MemoryCluster`, which is the data. 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
@@ -29,11 +30,15 @@ T = TypeVar("T")
 
 
 class MemoryStore:
-    """One client of a `MemoryCluster`. Implements `llmgw.store.port.Store`."""
+    """One client of a `MemoryCluster`. Implements `llmgw.store.port.Store`.
 
-    def __init__(self, cluster: MemoryCluster, *, progress_s: float = PROGRESS_S) -> None:
+    `waits` False: whoever wraps it lets the others have their turn before each call.
+    """
+
+    def __init__(self, cluster: MemoryCluster, *, progress_s: float = PROGRESS_S, waits: bool = True) -> None:
         self.cluster = cluster
         self.progress_s = progress_s
+        self._waits = waits
         self._calls = 0
         self._errors = 0
         self._watches: dict[_Watch, None] = {}
@@ -96,7 +101,8 @@ class MemoryStore:
 
         `down`: what a stopped store answers.
         """
-        await anyio.lowlevel.checkpoint()
+        if self._waits:
+            await anyio.lowlevel.checkpoint()
         self._calls += 1
         try:
             if not self.cluster.running:
@@ -110,8 +116,8 @@ class MemoryStore:
 class _Watch:
     """One watch: a place in the cluster's history, one batch for each revision that concerns it.
 
-    `next_revision` is the first one not yet delivered; a revision that does not concern a watch that is up to date
-    is passed over at once, so that an idle watch never falls behind a compaction.
+    `due` are the revisions to look through; one that does not concern a watch that is up to date never comes into it,
+    so that an idle watch never falls behind a compaction.
     """
 
     def __init__(
@@ -124,9 +130,11 @@ class _Watch:
         among: dict[_Watch, None],
     ) -> None:
         self._cluster = cluster
+        self._prefixes = tuple(prefixes)
         self._below = tuple(prefix for prefix in prefixes if prefix.endswith("/"))
         self._exact = frozenset(prefix for prefix in prefixes if not prefix.endswith("/"))
-        self._next_revision = max(from_revision, 2)  # an empty store stands at 1
+        self._from_revision = max(from_revision, 2)  # an empty store stands at 1
+        self._due: deque[int] = deque()
         self._progress_s = progress_s
         self._among = among
         self._term = 0
@@ -138,8 +146,8 @@ class _Watch:
         await anyio.lowlevel.checkpoint()
         self.heard_s = anyio.current_time()
         self._among[self] = None
-        self.restored(self._cluster.revision)
-        self._cluster.attach(self)
+        self.restored(before=0, revision=self._cluster.revision)
+        self._cluster.attach(self, self._prefixes)
         return self
 
     async def __aexit__(
@@ -152,7 +160,8 @@ class _Watch:
         return self
 
     async def __anext__(self) -> Batch:
-        await anyio.lowlevel.checkpoint()
+        if self._due:
+            await anyio.lowlevel.checkpoint()  # one that finds something at once still lets the others have their turn
         while True:
             batch = self._take() if self._cluster.running else None
             if batch is not None:
@@ -164,16 +173,17 @@ class _Watch:
                 await self._wake.wait()
 
     def happened(self, batch: Batch) -> None:
-        if any(self._concerns(event.key) for event in batch.events):
+        if batch.revision >= self._from_revision:
+            self._due.append(batch.revision)
             self._wake.set()
-        elif self._next_revision == batch.revision:
-            self._next_revision += 1
 
-    def restored(self, revision: int) -> None:
-        if self._next_revision > revision + 1:
-            self._went_back = WentBack(seen=self._next_revision - 1, got=revision)
+    def restored(self, *, before: int, revision: int) -> None:
+        at = self._due[0] if self._due else max(self._from_revision, before + 1)
+        if at > revision + 1:
+            self._went_back = WentBack(seen=at - 1, got=revision)
         elif self._cluster.term < self._term:
             self._went_back = WentBack(seen=self._term, got=self._cluster.term, what="raft term")
+        self._from_revision, self._due = at, deque(range(at, revision + 1))
 
     def wake(self) -> None:
         self._wake.set()
@@ -187,9 +197,9 @@ class _Watch:
         self._term = self._cluster.term
         if self._went_back is not None:
             raise self._went_back
-        while self._next_revision <= revision:
-            batch = self._cluster.written(self._next_revision)
-            self._next_revision += 1
+        while self._due:
+            batch = self._cluster.written(self._due[0])
+            self._due.popleft()
             events = tuple(event for event in batch.events if self._concerns(event.key))
             if events:
                 return Batch(revision=batch.revision, events=events)

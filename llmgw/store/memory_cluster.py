@@ -8,9 +8,10 @@ lapse. The semantics are those checked on etcd 3.4.23; the conformance suite hol
 from __future__ import annotations
 
 import bisect
+import heapq
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
@@ -99,8 +100,8 @@ class Watcher(Protocol):
         """A revision was written."""
         ...
 
-    def restored(self, revision: int) -> None:
-        """The store is another one now, and stands at `revision`."""
+    def restored(self, *, before: int, revision: int) -> None:
+        """The store is another one now, and stands at `revision`; the one that is gone stood at `before`."""
         ...
 
     def wake(self) -> None:
@@ -128,7 +129,11 @@ class MemoryCluster:
         """Of the store's own leader: grows with each of its elections, and starts again with a restore."""
         self._state = _State()
         self._lease_next = 0x6D656D0001  # outside the state: ids stay unique over a restore, as etcd's do
-        self._watchers: dict[Watcher, None] = {}  # ordered, so that a seeded run repeats
+        self._watchers: dict[Watcher, tuple[str, ...]] = {}  # ordered, so that a seeded run repeats
+        self._watching: dict[str, dict[Watcher, None]] = {}
+        """Prefix or key -> who watches it: what a revision costs does not grow with those whom it does not concern."""
+        self._lapses: list[tuple[float, int]] = []
+        """A heap of (when it lapses, lease). Leases that were renewed since stand in it twice; the later one holds."""
 
     # --- what an operator does ---
 
@@ -176,10 +181,11 @@ class MemoryCluster:
 
     def restore(self, snapshot: MemorySnapshot | None) -> None:
         """Become what `snapshot` holds; None wipes the store. Revisions go back, and watches that notice say so."""
+        before = self._state.revision
         self._state = _State() if snapshot is None else snapshot.state()
         self.term = 2
         for watcher in self._watchers:
-            watcher.restored(self._state.revision)
+            watcher.restored(before=before, revision=self._state.revision)
         self._renew_all()
 
     # --- what the clients do ---
@@ -215,8 +221,10 @@ class MemoryCluster:
         ttl_s = max(ttl_s, LEASE_TTL_MIN_S)
         lease = Lease(id=self._lease_next, ttl_s=ttl_s)
         self._lease_next += 1
-        self._state.leases[lease.id] = _Lease(ttl_s=ttl_s, deadline_s=anyio.current_time() + ttl_s)
-        self._wake_all()  # it may lapse before what they wait for
+        held = self._state.leases[lease.id] = _Lease(ttl_s=ttl_s, deadline_s=anyio.current_time() + ttl_s)
+        heapq.heappush(self._lapses, (held.lapses_s, lease.id))
+        if self._lapses[0] == (held.lapses_s, lease.id):
+            self._wake_all()  # it may lapse before what they wait for
         return lease
 
     def keepalive(self, lease: int) -> int:
@@ -226,6 +234,7 @@ class MemoryCluster:
         if held is None or held.deadline_s <= anyio.current_time():
             raise LeaseLost(lease)
         held.deadline_s = anyio.current_time() + held.ttl_s
+        heapq.heappush(self._lapses, (held.lapses_s, lease))
         return held.ttl_s
 
     def revoke(self, lease: int) -> None:
@@ -234,13 +243,18 @@ class MemoryCluster:
         if lease in self._state.leases:
             self._lapse(lease)
 
-    def attach(self, watcher: Watcher) -> None:
-        """Tell `watcher` of what happens, until `detach`."""
-        self._watchers[watcher] = None
+    def attach(self, watcher: Watcher, prefixes: Sequence[str]) -> None:
+        """Tell `watcher` of what happens at or below `prefixes`, until `detach`. One without a closing `/` is a key."""
+        self._watchers[watcher] = tuple(prefixes)
+        for prefix in prefixes:
+            self._watching.setdefault(prefix, {})[watcher] = None
 
     def detach(self, watcher: Watcher) -> None:
         """Tell `watcher` nothing more."""
-        self._watchers.pop(watcher, None)
+        for prefix in self._watchers.pop(watcher, ()):
+            self._watching[prefix].pop(watcher, None)
+            if not self._watching[prefix]:
+                del self._watching[prefix]
 
     def written(self, revision: int) -> Batch:
         """What `revision`, which must not be in the future, wrote. Raises Compacted."""
@@ -252,7 +266,10 @@ class MemoryCluster:
         """When the next lease lapses if nobody renews it; infinity if none will."""
         if not self.running:
             return math.inf
-        return min((lease.lapses_s for lease in self._state.leases.values()), default=math.inf)
+        lapses, leases = self._lapses, self._state.leases
+        while lapses and not ((lease := leases.get(lapses[0][1])) and lease.lapses_s == lapses[0][0]):
+            heapq.heappop(lapses)  # it is gone, or was renewed
+        return lapses[0][0] if lapses else math.inf
 
     # --- inside ---
 
@@ -312,8 +329,16 @@ class MemoryCluster:
         state.revision += 1
         batch = Batch(revision=state.revision, events=tuple(events))
         state.history.append(batch)
-        for watcher in self._watchers:
+        for watcher in {watcher: None for event in events for watcher in self._watchers_of(event.key)}:
             watcher.happened(batch)
+
+    def _watchers_of(self, key: str) -> Iterator[Watcher]:
+        """Who watches the key, or a prefix of it."""
+        yield from self._watching.get(key, ())
+        end = key.find("/")
+        while end != -1:
+            yield from self._watching.get(key[: end + 1], ())
+            end = key.find("/", end + 1)
 
     def _lapse(self, lease: int) -> None:
         keys = sorted(self._state.leases[lease].keys)
@@ -324,14 +349,15 @@ class MemoryCluster:
         """Let lapse what should have by now, in the order in which it should have."""
         if not self.running:
             return
-        now, leases = anyio.current_time(), self._state.leases
-        for _, id_ in sorted((lease.lapses_s, id_) for id_, lease in leases.items() if lease.lapses_s <= now):
-            self._lapse(id_)
+        now_s = anyio.current_time()
+        while self.next_lapse_s() <= now_s:
+            self._lapse(self._lapses[0][1])
 
     def _renew_all(self) -> None:
-        now = anyio.current_time()
-        for lease in self._state.leases.values():
-            lease.deadline_s = now + lease.ttl_s
+        now_s, leases = anyio.current_time(), self._state.leases
+        for lease in leases.values():
+            lease.deadline_s = now_s + lease.ttl_s
+        self._lapses = sorted((lease.lapses_s, id_) for id_, lease in leases.items())
         self._wake_all()
 
     def _wake_all(self) -> None:

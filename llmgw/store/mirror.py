@@ -59,7 +59,7 @@ class Mirror:
         self._jitter = jitter
         self._relist_s = relist_s
         self._following: Following | None = None
-        self._moved = anyio.Event()
+        self._heard, self._changed = anyio.Event(), anyio.Event()
         self._corrupt: set[Ref] = set()
         self.index = Index()
         self.changes = 0
@@ -95,7 +95,7 @@ class Mirror:
     async def wait_ready(self) -> None:
         """Until the first whole listing is folded in."""
         while not self.ready:
-            await self._moved.wait()
+            await self._heard.wait()
 
     async def wait_revision(self, revision: int) -> None:
         """Until everything up to `revision` is folded in; for a mirror of one prefix.
@@ -103,12 +103,12 @@ class Mirror:
         A restore of the store may take the revision away for good: callers have a dead-line.
         """
         while self.revision < revision:
-            await self._moved.wait()
+            await self._heard.wait()
 
     async def wait_changed(self, since: int) -> int:
         """Until `changes` is above `since`; returns it."""
         while self.changes <= since:
-            await self._moved.wait()
+            await self._changed.wait()
         return self.changes
 
     async def run(self) -> None:
@@ -144,8 +144,10 @@ class Mirror:
                     following.start_over("went_back")
             if changes or isinstance(word, Reset):
                 self.changes += 1
-            self._moved.set()
-            self._moved = anyio.Event()
+                self._changed.set()
+                self._changed = anyio.Event()
+            self._heard.set()
+            self._heard = anyio.Event()
 
     async def _decode(self, items: Sequence[KeyValue | Event]) -> list[Change]:
         changes: list[Change] = []

@@ -293,7 +293,8 @@ class _Stream:
         return self
 
     async def __anext__(self) -> Batch:
-        await anyio.lowlevel.checkpoint()
+        if self._waiting:
+            await anyio.lowlevel.checkpoint()
         while True:
             if self._failure is not None:
                 raise self._failure

@@ -54,8 +54,8 @@ class Judge(logging.Handler):
 
     def attach(self) -> None:
         """Judge every revision from now on."""
-        self._cluster.attach(self)
-        self.restored(self._cluster.revision)
+        self._cluster.attach(self, ["/"])
+        self.restored(before=0, revision=self._cluster.revision)
 
     def tell(self, what: str, *, name: str | None = None) -> None:
         """Add a line to the story."""
@@ -65,7 +65,13 @@ class Judge(logging.Handler):
         """The last lines of it, for people."""
         lines = []
         for at_s, name, what in list(self._story)[-STORY_TOLD:]:
-            text = _said(what) if isinstance(what, logging.LogRecord) else str(what)
+            match what:
+                case logging.LogRecord():
+                    text = _said(what)
+                case Batch():
+                    text = f"revision {what.revision}: {_events(what.events)}"
+                case _:
+                    text = str(what)
             lines.append(f"{at_s:9.3f} {name:14} {text}")
         return "\n".join(lines)
 
@@ -92,9 +98,9 @@ class Judge(logging.Handler):
         for violation in self.checker.advance(changes, revision=batch.revision):
             self.wrong(f"revision {batch.revision}: {violation}")
         self.totals["revisions"] += 1
-        self._story.append((anyio.current_time(), who.get(), f"revision {batch.revision}: {_events(batch.events)}"))
+        self._story.append((anyio.current_time(), who.get(), batch))
 
-    def restored(self, revision: int) -> None:
+    def restored(self, *, before: int, revision: int) -> None:  # noqa: ARG002  # as the protocol says
         self._fresh = False
         items = self._cluster.find(keys.ROOT, prefix=True)
         changes = [change for item in items if (change := _change(item)) is not None]
