@@ -157,23 +157,23 @@ def _flaws(facts: Facts) -> Iterator[str]:
         yield f"lists the HCA {hca} twice"
     if facts.gang_ports is not None and not 0 < facts.gang_ports[0] <= facts.gang_ports[1] <= PORT_MAX:
         yield f"has the gang ports {facts.gang_ports[0]} to {facts.gang_ports[1]}"
-    for number, what in _amounts(facts):
-        if number is not None and credible(number) is None:
-            yield f"has {number} {what}"
+    for number, what, of in _amounts(facts):
+        if number is not None and number < 0:
+            yield f"has {number} {what} {of}".rstrip()
 
 
-def _amounts(facts: Facts) -> Iterator[tuple[float | None, str]]:
-    """Every number that can't be below zero, and of what it is."""
-    yield facts.memory_bytes, "bytes of memory"
-    yield facts.cpus, "CPUs"
+def _amounts(facts: Facts) -> Iterator[tuple[float | None, str, object]]:
+    """Every number that can't be below zero, of what it is, and of which one."""
+    yield facts.memory_bytes, "bytes of memory", ""
+    yield facts.cpus, "CPUs", ""
     for gpu in facts.gpus or ():
-        yield gpu.memory_bytes, f"bytes of memory on GPU {gpu.index}"
-        yield gpu.foreign, f"processes of others on GPU {gpu.index}"
-        yield gpu.foreign_bytes, f"bytes used outside llmgw on GPU {gpu.index}"
+        yield gpu.memory_bytes, "bytes of memory on GPU", gpu.index
+        yield gpu.foreign, "processes of others on GPU", gpu.index
+        yield gpu.foreign_bytes, "bytes used outside llmgw on GPU", gpu.index
     for fabric in facts.fabrics:
-        yield fabric.rate_gbps, f"Gbit/s on the fabric {fabric.name}"
+        yield fabric.rate_gbps, "Gbit/s on the fabric", fabric.name
     for each in facts.weights or ():
-        yield each.bytes, f"bytes of the weights {each.source}"
+        yield each.bytes, "bytes of the weights", each.source
 
 
 def _twice(values: Iterable[T]) -> set[T]:

@@ -277,10 +277,9 @@ def test_facts_that_contradict_themselves_are_said(wrong: Facts, said: tuple[str
 def test_a_node_with_flaws_is_flagged_and_the_loop_goes_on() -> None:
     c = cluster(gpu(0), gpu(1), gpu(2))
     run(c, X, claim("GPU-2"))
-    c.node("n1", -1.0, gpus=(gpu(0), gpu(0), gpu(2, uuid="GPU-1"), gpu(2)))
+    c.node("n1", -1.0, gpus=(gpu(0), gpu(3, uuid="GPU-0"), gpu(2, uuid="GPU-1"), gpu(2)))
     c.settle()
-    assert node(c).flaws == ("lists GPU 0 twice", "lists GPU 2 twice", "lists the GPU 'GPU-0' twice",
-                             "has -1000000000 bytes of memory")  # fmt: skip
+    assert node(c).flaws == ("lists GPU 2 twice", "lists the GPU 'GPU-0' twice", "has -1000000000 bytes of memory")
     assert (node(c).memory_total_bytes, node(c).free_bytes) == (None, None)
     assert {slot.why for slot in node(c).gpus or ()} == {"its node lists it twice", f"claimed by {X}"}
     assert c.one("x").phase is ReplicaPhase.READY, "what runs there goes on"
