@@ -3,6 +3,10 @@
 The absence of a key never stops anything, so an agent keeps such a shard running and reports it with the whole order it
 saved; the leader answers in its next pass: adopted under the same id from exactly that order, or told to stop.
 
+A gang is adopted whole or told to stop whole: half of one would hold claims without serving, and the claims of a member
+are known only from its own saved order. Nodes notice that an order is gone at different moments, and one that is
+Unreachable can't say so at all; so the word waits for a member that may still speak, until it does or its node is Lost.
+
 Invariant: an adopted claim collides with no other, and the catalog is never asked what an adopted shard holds.
 """
 
@@ -16,6 +20,7 @@ from llmgw.core.draft import Draft
 from llmgw.core.ids import Secret, shard_name, split_shard_name
 from llmgw.core.inventory import live_shard, node_inventory
 from llmgw.core.lifecycle import bare_stop, is_frozen, is_live, observed_phase, order_ref
+from llmgw.core.node import Liveness
 from llmgw.core.plan import Delete, Put, Write
 from llmgw.core.replica import (
     GONE,
@@ -39,15 +44,25 @@ def answer(draft: Draft, nodes: Iterable[str], *, incarnation: str, restoring: b
     be adopted then stays unanswered.
     """
     index = draft.index
-    for node in sorted(nodes):
-        for name in sorted(index.assignments_on.get(node, set()) | index.reports_on.get(node, set())):
-            parts = split_shard_name(name)
-            if parts is None or is_frozen(index, parts[1]):
-                continue
-            if name in index.assignments:
-                _orphan(draft, name, restoring=restoring, now=now)
-            else:
-                _unassigned(draft, name, incarnation=incarnation, restoring=restoring, now=now)
+    for name in sorted(_names(index, nodes)):
+        parts = split_shard_name(name)
+        if parts is None or is_frozen(index, parts[1]):
+            continue
+        if name in index.assignments:
+            _orphan(draft, name, restoring=restoring, now=now)
+        else:
+            _unassigned(draft, name, incarnation=incarnation, restoring=restoring, now=now)
+
+
+def _names(index: Index, nodes: Iterable[str]) -> set[str]:
+    """Every shard that is ordered or reported on `nodes`, with the other members of its gang: they share one word."""
+    found: set[str] = set()
+    for node in nodes:
+        for name in (*index.assignments_on.get(node, ()), *index.reports_on.get(node, ())):
+            found.add(name)
+            if (parts := split_shard_name(name)) is not None:
+                found |= index.assignments_of.get(parts[1], set()) | index.reports_of.get(parts[1], set())
+    return found
 
 
 def catalog_known(index: Index) -> bool:
@@ -124,9 +139,30 @@ def _adopt_or_stop(draft: Draft, order: Assignment, *, restoring: bool, now: Now
     orders = _gang(index, order)
     if orders is not None and order.replica not in index.replicas and _wanted(index, orders) and _fits(index, orders):
         draft.emit("adopt", *_adopted(index, orders, now))
-    elif not restoring and catalog_known(index):
+    elif not restoring and catalog_known(index) and not (orders is None and awaits_peers(index, order)):
         stopped = msgspec.structs.replace(order, desired=Desired.STOPPED)
         draft.put("stop", order_ref(order.node, order.replica, order.rank), stopped)
+
+
+def awaits_peers(index: Index, order: Assignment) -> bool:
+    """Whether a gang could still be adopted whole: all members are known to run, and some have not told their orders.
+
+    They report as if they were ordered: their nodes have not noticed yet, or are away and not given up.
+    """
+    waiting = False
+    for peer in () if order.gang is None else order.gang.peers:
+        name = shard_name(peer.node, order.replica, peer.rank)
+        report, each = index.reports.record(name), index.assignments.record(name)
+        runs = report is not None and report.phase not in GONE
+        if each is None and runs and report is not None and not report.assigned:
+            each = report.order
+        state = index.node_states.record(peer.node)
+        lost = state is None or state.liveness is Liveness.LOST
+        silent = each is None and runs and report is not None and report.assigned and not lost
+        if not silent and (each is None or each.desired is Desired.STOPPED):
+            return False
+        waiting = waiting or silent
+    return waiting
 
 
 def _gang(index: Index, order: Assignment) -> list[Assignment] | None:

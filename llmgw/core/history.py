@@ -10,15 +10,16 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
-from llmgw.core.catalog import ModelSpec, NodeSpec
+from llmgw.core import handout
+from llmgw.core.catalog import launch_hash
 from llmgw.core.gpu import lost_gpus
 from llmgw.core.ids import shard_name
 from llmgw.core.invariants import Violation, check, claimed_bytes
 from llmgw.core.inventory import live_shard, node_inventory
+from llmgw.core.lately import Lately
 from llmgw.core.lifecycle import is_frozen, is_live
 from llmgw.core.liveness import LOST_PERIOD_S, LOST_SHARE
-from llmgw.core.node import Facts, Liveness
-from llmgw.core.record import Record
+from llmgw.core.node import Liveness
 from llmgw.core.replica import (
     Assignment,
     Claim,
@@ -40,10 +41,6 @@ HOLDS: Final = frozenset({ShardPhase.STARTING, ShardPhase.READY, ShardPhase.DRAI
 """Phases in which processes may be there, so that memory and GPUs are held."""
 
 
-WISHES_COMMITS: Final = 16
-"""For how many commits what people wanted before counts: a pass is cut into several, and all rest on its beginning."""
-
-
 @dataclass
 class Checker:
     """Follows a tree revision by revision and says what each one broke.
@@ -59,14 +56,15 @@ class Checker:
     stale: set[str] = field(default_factory=set)
     """Shards whose reports were made in a history that is gone: what their nodes say next may be anything."""
 
-    wishes: list[tuple[int, Ref, Record | None]] = field(default_factory=list)
-    """What people wanted, and nodes said of themselves, until lately: (commits of the head when it was changed, where,
-    what it was). A leader's decision may rest on it, since nothing but the head is compared when it is committed."""
+    lately: Lately = field(default_factory=Lately)
+
+    def __post_init__(self) -> None:
+        self.lately.late = self.fenced
 
     def reset(self, changes: Iterable[Change], *, revision: int) -> list[Violation]:
         """Another store, or one whose history is unknown: take it as it is."""
         self.index = Index()
-        self.wishes = []
+        self.lately = Lately(late=self.fenced)
         self.index.reset(changes, revision=revision)
         self.index.revision = revision
         self.stale = set(self.index.reports)
@@ -75,7 +73,7 @@ class Checker:
     def advance(self, changes: Iterable[Change], *, revision: int) -> list[Violation]:
         """Fold in the changes of one revision; what it broke. The state afterwards is checked as well."""
         happened = list(changes)
-        self._note_wishes(happened)
+        self.lately.note(self.index, happened)
         before = _Before(self.index, happened)
         self.index.apply(happened, revision=revision)
         found: list[Violation] = []
@@ -83,47 +81,12 @@ class Checker:
             found += before.fence(self.index) if self.fenced else ()
             found += before.restored(self.index)
             found += before.claims(self.index)
-            found += before.retired(self.index, _Wishes(self.index, self.wishes))
+            found += before.handed_out(self.index, self.lately)
+            found += before.retired(self.index, self.lately)
             found += before.liveness(self.index)
         found += before.reports(self.index, stale=self.stale, stops_on_exit=self.stops_on_exit)
         self.stale -= before.reported.keys()
         return [*found, *check(self.index, around=[change.ref for change in happened])]
-
-    def _note_wishes(self, changes: list[Change]) -> None:
-        commits = _commits(self.index)
-        self.wishes = [wish for wish in self.wishes if wish[0] >= commits - WISHES_COMMITS]
-        for change in changes:
-            if change.ref.kind in (Kind.MODEL, Kind.NODE_SPEC, Kind.FACTS):
-                row = self.index.row(change.ref)
-                # Before something was wanted for the first time nobody could decide about it.
-                if row is not None or any(ref == change.ref for _, ref, _ in self.wishes):
-                    self.wishes.append((commits, change.ref, None if row is None else row.record))
-
-
-class _Wishes:
-    """What people want of a model or node, and what a node says of itself: now, and until lately."""
-
-    def __init__(self, index: Index, wishes: list[tuple[int, Ref, Record | None]]) -> None:
-        self._index, self._wishes = index, wishes
-
-    def models(self, name: str) -> list[ModelSpec | None]:
-        """None for a time when the catalog had no such model."""
-        ref = Ref(Kind.MODEL, name)
-        lately = [record for _, at, record in self._wishes if at == ref]
-        return [self._index.models.record(name), *(one if isinstance(one, ModelSpec) else None for one in lately)]
-
-    def drains(self, node: str) -> bool:
-        """Whether the node was to be drained."""
-        ref = Ref(Kind.NODE_SPEC, node)
-        lately = [record for _, at, record in self._wishes if at == ref]
-        return any(isinstance(one, NodeSpec) and one.drain for one in (self._index.node_specs.record(node), *lately))
-
-    def lost_gpu(self, shard: ReplicaShard) -> bool:
-        """Whether its node said that a GPU the shard holds is gone."""
-        ref = Ref(Kind.FACTS, shard.node)
-        lately = [record for _, at, record in self._wishes if at == ref]
-        said = (self._index.facts.record(shard.node), *(one for one in lately if isinstance(one, Facts)))
-        return any(lost_gpus(facts, shard.claim) for facts in said)
 
 
 class _Before:
@@ -134,6 +97,8 @@ class _Before:
         self.head, self.leader = index.head, index.leader
         self.replicas: dict[str, Replica | None] = {}
         self.orders: dict[str, Assignment | None] = {}
+        self.fresh: set[str] = set()
+        """Ids of replicas that nothing spoke of: no record, no order, no report."""
         self.reported: dict[str, ShardReport | None] = {}
         self.states: dict[str, Liveness | None] = {}
         self.confirmed: set[str] = set()
@@ -155,6 +120,12 @@ class _Before:
         match ref.kind:
             case Kind.REPLICA:
                 replica = self.replicas[ref.name] = index.replicas.record(ref.name)
+                if (
+                    index.row(ref) is None
+                    and not index.assignments_of.get(ref.name)
+                    and not index.reports_of.get(ref.name)
+                ):
+                    self.fresh.add(ref.name)
                 if replica is not None:
                     self.routes[replica.model] = _routable(index, replica.model)
                 for shard in () if replica is None else replica.shards:
@@ -237,7 +208,16 @@ class _Before:
         if self.restoring and self._restoring(after) and where in self.orders and where not in after.reports:
             yield Violation(number=3, what=f"{name} was placed before all nodes had reported to the restored store")
 
-    def retired(self, after: Index, wishes: _Wishes) -> Iterator[Violation]:
+    def handed_out(self, after: Index, lately: Lately) -> Iterator[Violation]:
+        """1 to 3: what is new was free, and orders stand by their claims."""
+        for name in sorted(self.fresh):
+            if (replica := after.replicas.record(name)) is not None:
+                yield from handout.placed(after, replica, lately)
+        for name, old in self.orders.items():
+            if (order := after.assignments.record(name)) is not None:
+                yield from handout.ordered(after, name, old, order)
+
+    def retired(self, after: Index, lately: Lately) -> Iterator[Violation]:
         """6: whatever leaves routing has a reason that holds, and something else serves."""
         for name, old in self.replicas.items():
             new = after.replicas.record(name)
@@ -245,11 +225,11 @@ class _Before:
                 continue
             if self.restoring and self._restoring(after):
                 yield Violation(number=6, what=f"{name} was retired before all nodes had reported")
-            elif new is not None and not _justified(after, wishes, new):
+            elif new is not None and not _justified(after, lately, new):
                 why = "nothing" if new.retire is None else new.retire.value
                 yield Violation(number=6, what=f"{name} was retired for {why}, which does not hold")
         for model, count in self.routes.items():
-            unwanted = any(spec is None or spec.scaling.min == 0 for spec in wishes.models(model))
+            unwanted = any(spec is None or spec.scaling.min == 0 for spec in lately.models(after, model))
             if count == 0 or _routable(after, model) or unwanted:
                 continue
             gone = [after.replicas.record(name) for name, old in self.replicas.items() if old and old.model == model]
@@ -307,7 +287,7 @@ _MAY_EMPTY: Final = frozenset({Retire.ROLLED, Retire.FAILED, Retire.UNKNOWN})
 """Why the last route of a wanted model may go: it failed, or a rollout has no room for two."""
 
 
-def _justified(index: Index, wishes: _Wishes, replica: Replica) -> bool:
+def _justified(index: Index, lately: Lately, replica: Replica) -> bool:
     """Whether the reason a replica was retired for is true of the tree."""
     states = [index.node_states.record(shard.node) for shard in replica.shards]
     names = [shard_name(shard.node, replica.id, shard.rank) for shard in replica.shards]
@@ -315,25 +295,29 @@ def _justified(index: Index, wishes: _Wishes, replica: Replica) -> bool:
         case Retire.FAILED:
             reports = [index.reports.record(name) for name in names]
             failed = any(report is not None and report.phase is ShardPhase.FAILED for report in reports)
-            return failed or any(_declared_gone(index, each.node) or wishes.lost_gpu(each) for each in replica.shards)
+            failed = failed or (len(replica.shards) > 1 and replica.ready_at is None)  # it never came together in time
+            return failed or any(
+                _declared_gone(index, each.node) or _lost_gpu(index, lately, each) for each in replica.shards
+            )
         case Retire.UNKNOWN | Retire.ROLLED:
             return True
         case Retire.REPLACED:
             return any(state is not None and state.liveness is Liveness.LOST for state in states)
         case Retire.DRAINED:
-            return any(wishes.drains(shard.node) for shard in replica.shards)
+            return any(lately.drains(index, shard.node) for shard in replica.shards)
         case Retire.MODEL_REMOVED:
-            return None in wishes.models(replica.model)
+            return None in lately.models(index, replica.model)
         case None:
             return False
         case _:  # scale_down, cancelled: enough others are left
             live = [index.replicas.record(each) for each in index.replicas_of.get(replica.model, ())]
             left = sum(1 for each in live if each is not None and is_live(each))
-            return any(spec is not None and left >= spec.scaling.min for spec in wishes.models(replica.model))
+            return any(spec is not None and left >= spec.scaling.min for spec in lately.models(index, replica.model))
 
 
-def _commits(index: Index) -> int:
-    return 0 if index.head is None or index.head.record is None else index.head.record.commits
+def _lost_gpu(index: Index, lately: Lately, shard: ReplicaShard) -> bool:
+    """Whether its node said that a GPU the shard holds is gone."""
+    return any(lost_gpus(facts, shard.claim) for facts in lately.facts(index, shard.node))
 
 
 def _routable(index: Index, model: str) -> int:

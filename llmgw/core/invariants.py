@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from llmgw.core.adoption import catalog_known
+from llmgw.core.adoption import awaits_peers, catalog_known
 from llmgw.core.autoscale import wanted_replicas
 from llmgw.core.explain import RECEIPT_BYTES_MAX, Receipt, Refusal, Unplaced
 from llmgw.core.inventory import Inventory
@@ -34,6 +34,7 @@ from llmgw.core.replica import (
     GONE,
     SHARDS_PER_NODE_MAX,
     Claim,
+    Desired,
     Replica,
     ReplicaPhase,
 )
@@ -86,24 +87,16 @@ def check(index: Index, *, around: Iterable[Ref] | None = None) -> list[Violatio
 
 
 def _shape(index: Index, replica: Replica) -> Iterator[Violation]:
-    """A replica by itself: its ranks, and for a gang one fabric, only its HCAs, one GPU class."""
+    """A replica by itself: its ranks, each on a node of its own, and for a gang a fabric.
+
+    What its claims were good for is judged when they appear (`llmgw.core.handout`): a node may say other things later.
+    """
     ranks = sorted(shard.rank for shard in replica.shards)
     if not ranks or ranks != list(range(len(ranks))):
         yield Violation(number=3, what=f"{replica.id} has the ranks {ranks}")
     nodes = [shard.node for shard in replica.shards]
     if len(set(nodes)) != len(nodes):
         yield Violation(number=3, what=f"{replica.id} has two shards on one node")
-    classes: set[str] = set()
-    for shard in replica.shards:
-        facts = index.facts.record(shard.node)
-        known = {gpu.uuid: gpu.gpu_class for gpu in (facts.gpus or ())} if facts is not None else {}
-        classes |= {known[gpu.uuid] for gpu in shard.claim.gpus if gpu.uuid in known}
-        if shard.claim.hcas and facts is not None:
-            own = {hca for fabric in facts.fabrics if fabric.name == replica.fabric for hca in fabric.hcas}
-            if stray := sorted(set(shard.claim.hcas) - own):
-                yield Violation(number=2, what=f"{replica.id} uses {', '.join(stray)} outside its fabric")
-    if len(classes) > 1:
-        yield Violation(number=2, what=f"{replica.id} mixes GPU classes {', '.join(sorted(classes))}")
     if len(replica.shards) > 1 and replica.fabric is None:
         yield Violation(number=2, what=f"{replica.id} spans nodes without a fabric")
 
@@ -117,6 +110,19 @@ def live_claims(index: Index, node: str) -> Iterator[tuple[str, Claim]]:
                 yield each, shard.claim
 
 
+def held_claims(index: Index, node: str, *, stopping: bool) -> Iterator[tuple[str, Claim]]:
+    """As `live_claims`, and of every order that no replica's record speaks of; `stopping`: orders to stop as well."""
+    yield from live_claims(index, node)
+    for name in sorted(index.assignments_on.get(node, ())):
+        order = index.assignments.record(name)
+        if order is None or (order.desired is Desired.STOPPED and not stopping):
+            continue
+        replica = index.replicas.record(order.replica)
+        spoken = () if replica is None else ((shard.node, shard.rank) for shard in replica.shards)
+        if (node, order.rank) not in spoken:
+            yield order.replica, order.claim
+
+
 def claimed_bytes(index: Index, node: str) -> int:
     """The memory promised on a node."""
     return sum(claim.memory_bytes or 0 for _, claim in live_claims(index, node))
@@ -124,7 +130,7 @@ def claimed_bytes(index: Index, node: str) -> int:
 
 def _gpus(index: Index, node: str) -> Iterator[Violation]:
     holder: dict[str, str] = {}
-    for replica, claim in live_claims(index, node):
+    for replica, claim in held_claims(index, node, stopping=False):
         for gpu in claim.gpus:
             if (other := holder.setdefault(gpu.uuid, replica)) != replica:
                 yield Violation(number=1, what=f"{gpu.uuid} on {node} is claimed by {other} and {replica}")
@@ -156,7 +162,8 @@ def check_explained(index: Index) -> list[Violation]:
 def unanswered(index: Index) -> list[str]:
     """Names of shards that run unassigned and have no order yet. Invariant 5: for 30 s at most, of a healthy leader.
 
-    None in a store that nobody ever told what is wanted: there they wait for the catalog.
+    Those of a gang whose other members can't tell their orders yet are left out: one word is for all of them. None in a
+    store that nobody ever told what is wanted: there they wait for the catalog.
     """
     if not catalog_known(index):
         return []
@@ -168,6 +175,7 @@ def unanswered(index: Index) -> list[str]:
         and report.phase not in GONE
         and name not in index.assignments
         and report.node in index.sessions
+        and (report.order is None or not awaits_peers(index, report.order))
     ]
 
 

@@ -14,6 +14,7 @@ from typing import Final
 
 import msgspec
 
+from llmgw.core import gang as gangs
 from llmgw.core.catalog import DRAIN_S, ModelSpec, Profile, Task, launch_hash
 from llmgw.core.gpu import lost_gpus
 from llmgw.core.ids import Ids, Secret, replica_id, shard_name
@@ -26,6 +27,7 @@ from llmgw.core.replica import (
     Claim,
     Desired,
     EngineSecret,
+    Gang,
     Launch,
     Replica,
     ReplicaPhase,
@@ -60,9 +62,19 @@ def fresh_id(index: Index, model: str, ids: Ids) -> str:
 
 
 def new_replica(
-    spec: ModelSpec, placement: Placement, *, replica: str, key: Secret, replaces: str | None, now: Now
+    spec: ModelSpec,
+    placement: Placement,
+    *,
+    replica: str,
+    key: Secret,
+    replaces: str | None,
+    now: Now,
+    gang: Gang | None = None,
 ) -> tuple[Write, ...]:
-    """The group that brings a replica into being: its record with all claims, its secret, an order for each shard."""
+    """The group that brings a replica into being: its record with all claims, its secret, an order for each shard.
+
+    `gang`: how its shards find each other (`llmgw.core.gang.arrange`), None where there is one.
+    """
     profile = placement.profile
     launch = Launch(
         source=spec.source,
@@ -101,12 +113,13 @@ def new_replica(
             replica=replica,
             rank=shard.rank,
             model=spec.name,
-            desired=Desired.RUNNING,
+            desired=gangs.first_wish(gang, engine=profile.engine, rank=shard.rank),
             launch=launch,
             claim=shard.claim,
             engine_key=key,
             start_s=profile.start_s,
             drain_s=profile.drain_s,
+            gang=gang,
         )
         for shard in placement.shards
     ]
@@ -120,7 +133,9 @@ def new_replica(
 def retired(
     index: Index, replica: Replica, *, why: Retire, reason: str, now: Now, profile: Profile | None
 ) -> tuple[Write, ...]:
-    """The group that takes a replica out of routing and orders all its shards to stop, in one step.
+    """The group that takes a replica out of routing and orders its shards to stop, in one step.
+
+    All of them, but workers of a gang that still answers requests: they follow when its head is done.
 
     `profile`: what people say now of how long its requests may take to finish; None when they say nothing any more.
     """
@@ -128,11 +143,10 @@ def retired(
     record = msgspec.structs.replace(
         replica, phase=phase, phase_at=now.wall_s, retire=why, reason=reason[:REASON_LEN_MAX]
     )
-    orders = [
-        stop_order(index, replica, shard, drain_s=None if profile is None else profile.drain_s)
-        for shard in replica.shards
-        if not shard.released
-    ]
+    drain_s = None if profile is None else profile.drain_s
+    if phase is ReplicaPhase.FAILED and len(replica.shards) > 1:
+        drain_s = 0.0  # what is left of a gang answers nothing any more
+    orders = [stop_order(index, replica, shard, drain_s=drain_s) for shard in gangs.stoppable(index, record)]
     return (
         Put(ref=Ref(Kind.REPLICA, replica.id), record=record),
         *(
@@ -144,7 +158,11 @@ def retired(
 
 
 def stop_order(index: Index, replica: Replica, shard: ReplicaShard, *, drain_s: float | None = None) -> Assignment:
-    """The order to stop one shard: its present order with another wish, or one made up where that is gone."""
+    """The order to stop one shard: its present order with another wish, or one made up where that is gone.
+
+    A worker of a gang gets no time to finish: requests are its head's, which comes first.
+    """
+    drain_s = 0.0 if shard.rank > 0 else drain_s
     order = index.assignments.record(shard_name(shard.node, replica.id, shard.rank))
     if order is None:
         secret = index.secrets.record(replica.id)
@@ -216,22 +234,41 @@ def observed_phase(index: Index, replica: Replica) -> ReplicaPhase:
 
 
 def failure(index: Index, replica: Replica, *, incarnation: str) -> tuple[str, str, Retire] | None:
-    """(node, what happened, kind) when a replica in routing has failed beyond what its node mends by itself."""
+    """(node, what happened, kind) when a replica in routing has failed beyond what its node mends by itself.
+
+    Of several shards the one that failed first is named; where their nodes can't tell, a worker before its head, which
+    falls with its workers.
+    """
+    found: list[tuple[tuple[bool, float, bool, int], tuple[str, str, Retire]]] = []
     for shard in replica.shards:
-        name = shard_name(shard.node, replica.id, shard.rank)
-        report, session = index.reports.record(name), index.sessions.record(shard.node)
-        here = session is not None and session.store == incarnation
-        if here and (lost := lost_gpus(index.facts.record(shard.node), shard.claim)):
-            return shard.node, "; ".join(lost), Retire.FAILED
-        if report is not None and report.phase is ShardPhase.FAILED:
-            return shard.node, report.reason or "the engine failed and the node gave no reason", Retire.FAILED
-        if name not in index.assignments and here and (report is None or report.phase in GONE):
-            return shard.node, "its order is gone and nothing runs", Retire.UNKNOWN
-        row = index.assignments.get(name)
-        running = row is not None and row.record is not None and row.record.desired is not Desired.STOPPED
-        if running and row is not None and confirms_stop(report, order_rev=row.mod_revision):
-            # A stop is final: it was ordered before, in a history that a restore has undone.
-            return shard.node, "its node had stopped it for good before this order", Retire.UNKNOWN
+        if (what := _shard_failure(index, replica, shard, incarnation=incarnation)) is not None:
+            report = report_of(index, replica, shard)
+            failed_at = report.phase_at if report is not None and report.phase is ShardPhase.FAILED else 0.0
+            found.append(((what[2] is not Retire.FAILED, failed_at, shard.rank == 0, shard.rank), what))
+    return min(found, key=lambda each: each[0])[1] if found else None
+
+
+def _shard_failure(
+    index: Index, replica: Replica, shard: ReplicaShard, *, incarnation: str
+) -> tuple[str, str, Retire] | None:
+    name = shard_name(shard.node, replica.id, shard.rank)
+    report, session = index.reports.record(name), index.sessions.record(shard.node)
+    here = session is not None and session.store == incarnation
+    if here and (lost := lost_gpus(index.facts.record(shard.node), shard.claim)):
+        return shard.node, "; ".join(lost), Retire.FAILED
+    if report is not None and report.phase is ShardPhase.FAILED:
+        return shard.node, report.reason or "the engine failed and the node gave no reason", Retire.FAILED
+    if name not in index.assignments and here and (report is None or report.phase in GONE):
+        return shard.node, "its order is gone and nothing runs", Retire.UNKNOWN
+    row = index.assignments.get(name)
+    if row is None or row.record is None:
+        return None
+    if row.record.desired is Desired.STOPPED:
+        # Nobody remembers how it was launched, so it could only be told to stop (`llmgw.core.adoption`).
+        return shard.node, "its order was lost, and its node does not know it either", Retire.UNKNOWN
+    if confirms_stop(report, order_rev=row.mod_revision):
+        # A stop is final: it was ordered before, in a history that a restore has undone.
+        return shard.node, "its node had stopped it for good before this order", Retire.UNKNOWN
     return None
 
 

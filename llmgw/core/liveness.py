@@ -15,6 +15,7 @@ from typing import Final
 
 import msgspec
 
+from llmgw.core import gang
 from llmgw.core.node import Guard, Liveness, NodeState, Session
 from llmgw.core.plan import Settings, View
 from llmgw.core.replica import GONE, Desired, confirms_stop
@@ -38,13 +39,14 @@ GUARD_WRITES: Final = "this leader's own writes fail or are refused"
 
 
 def observe(view: View, index: Index, now: Now) -> View:
-    """`view` with `absent_since` brought up to date: for every known node without a session, since when we see that."""
+    """`view` brought up to date: since when each known node is seen without a session, and how far gangs have come."""
     absent = {
         name: view.absent_since.get(name, now.mono_s)
         for name in (*index.node_states, *index.facts)
         if name not in index.sessions
     }
-    return view if absent == view.absent_since else msgspec.structs.replace(view, absent_since=absent)
+    view = view if absent == view.absent_since else msgspec.structs.replace(view, absent_since=absent)
+    return gang.observe(view, index, now)
 
 
 def settled(index: Index, node: str, *, incarnation: str) -> bool:

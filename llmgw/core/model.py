@@ -11,8 +11,8 @@ from typing import Final
 
 import msgspec
 
-from llmgw.core.autoscale import decide
 from llmgw.core import gang
+from llmgw.core.autoscale import decide
 from llmgw.core.catalog import ModelSpec, Profile
 from llmgw.core.census import Census, retirements, take_census, tokens
 from llmgw.core.draft import Pass
@@ -41,6 +41,7 @@ from llmgw.core.replica import (
     GONE,
     Desired,
     EngineSecret,
+    Gang,
     ModelState,
     Replica,
     ReplicaPhase,
@@ -76,21 +77,26 @@ def readable_replicas(index: Index, name: str) -> list[Replica]:
 
 
 def tend_leaving(p: Pass, name: str) -> None:
-    """Replicas ordered to stop: claims end as nodes confirm; an order that got lost is given again."""
+    """Replicas ordered to stop: claims end as nodes confirm, and shards that waited for it stop as well.
+
+    An order that got lost is given again.
+    """
     for replica in readable_replicas(p.index, name):
         if is_live(replica) or p.restoring:
             continue
-        lost = [shard for shard in gang.stoppable(p.index, replica) if _unordered(p.index, replica, shard)]
-        given_back = release(p.index, replica)
-        if given_back is not None:
+        if (given_back := release(p.index, replica)) is not None:
             p.draft.emit(given_back[0], *given_back[1])
-        elif lost:
-            orders = [stop_order(p.index, replica, shard) for shard in lost]
+        left = p.index.replicas.record(replica.id)
+        if left is None:
+            continue
+        lost = [shard for shard in gang.stoppable(p.index, left) if _unordered(p.index, left, shard)]
+        if lost:
+            orders = [stop_order(p.index, left, shard) for shard in lost]
             refs = [Ref(Kind.ASSIGNMENT, shard_name(order.node, order.replica, order.rank)) for order in orders]
             p.draft.emit("stop", *(Put(ref=ref, record=order) for ref, order in zip(refs, orders, strict=True)))
-        elif (phase := leaving_phase(p.index, replica)) is not replica.phase:
-            record = msgspec.structs.replace(replica, phase=phase, phase_at=p.now.wall_s)
-            p.draft.emit("phase", Put(ref=Ref(Kind.REPLICA, replica.id), record=record))
+        elif (phase := leaving_phase(p.index, left)) is not left.phase:
+            record = msgspec.structs.replace(left, phase=phase, phase_at=p.now.wall_s)
+            p.draft.emit("phase", Put(ref=Ref(Kind.REPLICA, left.id), record=record))
 
 
 def _unordered(index: Index, replica: Replica, shard: ReplicaShard) -> bool:
@@ -255,19 +261,17 @@ def _place(p: Pass, model: Tended, spec: ModelSpec, inventory: Inventory) -> Non
             return
         p.tries -= 1
         failed = frozenset(node for node, until in model.state.failed_nodes.items() if until > p.now.wall_s)
-        outcome = place(inventory, spec, failed=failed)
-        together = gang.arrange(p.index, outcome) if isinstance(outcome, Placement) else None
-        if isinstance(together, Rejection):
-            outcome = together
+        outcome = _found(p, spec, inventory, failed=failed)
         if isinstance(outcome, Rejection):
             model.rejected, model.rejected_after = outcome, len(p.draft.groups)
             if census.need == 0:
                 _make_room(p, model, spec, census, inventory)
             return
         stands_for = next(iter(census.replaceable), None)
+        placement, together = outcome
         writes = new_replica(
             spec,
-            outcome,
+            placement,
             replica=fresh_id(p.index, spec.name, p.ids),
             key=p.ids.key(),
             replaces=None if stands_for is None else stands_for.id,
@@ -275,6 +279,17 @@ def _place(p: Pass, model: Tended, spec: ModelSpec, inventory: Inventory) -> Non
             gang=together,
         )
         p.draft.emit("place", *writes)
+
+
+def _found(
+    p: Pass, spec: ModelSpec, inventory: Inventory, *, failed: frozenset[str]
+) -> tuple[Placement, Gang | None] | Rejection:
+    """Where one more replica goes, and how its shards find each other."""
+    placement = place(inventory, spec, failed=failed)
+    if isinstance(placement, Rejection):
+        return placement
+    together = gang.arrange(p.index, placement)
+    return together if isinstance(together, Rejection) else (placement, together)
 
 
 def _make_room(p: Pass, model: Tended, spec: ModelSpec, census: Census, inventory: Inventory) -> None:

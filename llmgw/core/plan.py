@@ -98,8 +98,8 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     """This reign's own observations, which a new leader may safely forget: empty at each new term.
 
     All on the leader's monotonic clock. `absent_since`: node -> when this leader first saw it without a session; kept
-    up by `llmgw.core.liveness.observe`, which the loop calls before each pass, as is `forming`: replica that spans nodes
-    and never was ready -> its last visible step.
+    up by `llmgw.core.liveness.observe`, which the loop calls before each pass, as is `forming`: a replica that spans
+    nodes and never was ready -> its last visible step.
     `write_failed_mono_s`: the last time one of our own writes failed or was refused, None if never. `load`: what was
     sampled of the models' load; kept up by `llmgw.core.autoscale.observe`.
     """

@@ -184,8 +184,8 @@ class Replica(Record, frozen=True, kw_only=True):
     """`plan/replicas/<id>`: one placed copy of a model; its claims are the truth about what is taken.
 
     `launch`: `launch_hash` of what it was placed from. `replaces`: the replica it stands in for, which stays in routing
-    until this one is ready. `ready_at`: when it was first seen ready, None: never. Times are Unix seconds by the writing
-    leader's clock.
+    until this one is ready. `ready_at`: when it was first seen ready, None: never yet. Times are Unix seconds by the
+    writing leader's clock.
     """
 
     id: str

@@ -77,6 +77,8 @@ class Index:
         """Node -> names of its shard reports."""
         self.reports_of: defaultdict[str, set[str]] = defaultdict(set)
         """Replica id -> names of its shard reports."""
+        self.forming: set[str] = set()
+        """Ids of the replicas that span nodes and are on their way to being ready for the first time."""
 
     # Typed views of the tables. One cast each, in one place: RECORDS says which type a kind holds.
     @property
@@ -278,6 +280,9 @@ class Index:
                         _link(self.replicas_of, record.model, ref.name, keep=keep)
                         for shard in record.shards:
                             _link(self.replicas_on, shard.node, ref.name, keep=keep)
+                self.forming.discard(ref.name)
+                if isinstance(new, Replica) and present and new.is_forming:
+                    self.forming.add(ref.name)
             case Kind.ASSIGNMENT | Kind.SHARD:
                 parts = split_shard_name(ref.name)
                 if parts is None:

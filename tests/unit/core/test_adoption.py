@@ -357,7 +357,7 @@ def test_a_gang_gives_back_what_each_node_has_confirmed() -> None:
     c.remove_model("m")
     c.step()
     c.report("n1/m-ggggg.0", ShardPhase.STOPPED)
-    assert c.step().counts() == {"release": 1}
+    assert c.step().counts() == {"release": 1, "stop": 1}
     replica = c.one("m")
     assert [shard.released for shard in replica.shards] == [True, False]
     assert replica.phase is P.DRAINING

@@ -1,0 +1,249 @@
+"""Replicas that span nodes: how their shards find each other, who starts when, and for how long that is waited for.
+
+A gang lives and dies as a whole. Its head (rank 0) alone serves; the other ranks are workers, which have no requests
+of their own. What follows from that for the life of a replica is said here, and done in `llmgw.core.lifecycle` and
+`llmgw.core.model`.
+
+Invariants: no two gangs that could ever meet share a port; a head that its engine's gate holds starts only when every
+worker listens; a gang that never got ready is given up after a stated time without a visible step, whatever its nodes
+do. What was ready once is never given up for time alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+import msgspec
+
+from llmgw.core.catalog import START_S
+from llmgw.core.explain import Constraint, Refusal, clip
+from llmgw.core.ids import shard_name
+from llmgw.core.placement import Placement, Rejection, rejected
+from llmgw.core.plan import Forming, View
+from llmgw.core.replica import (
+    GONE,
+    Assignment,
+    Desired,
+    Gang,
+    Peer,
+    Replica,
+    ReplicaPhase,
+    ReplicaShard,
+    ShardPhase,
+    ShardReport,
+)
+from llmgw.core.snapshot import Index
+from llmgw.core.units import Now
+
+PORTS: Final = 16
+"""How many consecutive ports a gang gets, the same on each of its nodes. Source: SGLang takes the one it is given and
+up to six after it (PortArgs in server_args.py); vLLM one for its store, and upwards from VLLM_PORT one for each message
+queue between nodes; llama.cpp one for each rpc-server. As many gangs as a node may hold shards (60) fit 1000 ports."""
+
+GANG_PORTS: Final = (21000, 21999)
+"""The range of a node whose agent is too old to say: the default of agent.yaml."""
+
+HEAD_WAITS: Final[Mapping[str, bool]] = {"llama.cpp": True, "sglang": False, "vllm": False}
+"""Whether an engine's head must be held until its workers listen. Source: a llama.cpp head that finds no rpc-server
+loads the whole model by itself, or exits (build 10434); the workers of vLLM and SGLang wait at the head's store, and
+are never ready before it is up (vllm/v1/executor, sglang/srt/server_args.py)."""
+
+WORD_S: Final = 15.0
+"""How much longer than its nodes the leader waits for a gang, seconds: an agent whose engine was too slow says so by
+itself, with the engine's last words, once it has ended it."""
+
+
+# --- how it is made -------------------------------------------------------------------------------------------------
+
+
+def arrange(index: Index, placement: Placement) -> Gang | Rejection | None:
+    """How the shards of `placement` find each other; a rejection when they can't. None: there is just one."""
+    if len(placement.shards) == 1:
+        return None
+    names = [shard.node for shard in placement.shards]
+    peers: list[Peer] = []
+    for shard in placement.shards:
+        session = index.sessions.record(shard.node)
+        if session is None:
+            return _rejected(placement, f"{shard.node} has no session that says its address")
+        peers.append(Peer(rank=shard.rank, node=shard.node, address=session.address))
+    ranges = {name: ports_of(index, name) for name in names}
+    first, last = max(low for low, _ in ranges.values()), min(high for _, high in ranges.values())
+    if last - first + 1 < PORTS:
+        said = ", ".join(f"{name} {low}-{high}" for name, (low, high) in ranges.items())
+        return _rejected(placement, f"needs {PORTS} gang_ports that all its nodes have, in a row; they have {said}")
+    start = _free(first, last, {port for name in names for port in ports_used(index, name)})
+    if start is None:
+        said = ", ".join(names)
+        return _rejected(placement, f"needs {PORTS} free ports of {first}-{last} in a row, the same on {said}")
+    ports = tuple(range(start, start + PORTS))
+    return Gang(fabric=placement.fabric or "", peers=tuple(peers), ports=ports)
+
+
+def _rejected(placement: Placement, detail: str) -> Rejection:
+    refusal = Refusal(constraint=Constraint.GANG, profile=placement.profile.name, detail=clip(detail))
+    return rejected((refusal,))
+
+
+def ports_of(index: Index, node: str) -> tuple[int, int]:
+    """First and last port that gangs may use on a node."""
+    facts = index.facts.record(node)
+    return GANG_PORTS if facts is None or facts.gang_ports is None else facts.gang_ports
+
+
+def ports_used(index: Index, node: str) -> Iterator[int]:
+    """The ports that gangs with a member on `node` have, members that are gone from it included.
+
+    One of whose nodes can't answer may still have an engine there that calls the others at those ports; whoever took
+    them over on the node would be called.
+    """
+    names = set(index.assignments_on.get(node, ()))
+    for replica in index.replicas_on.get(node, ()):
+        names |= index.assignments_of.get(replica, set())
+    orders = [index.assignments.record(name) for name in names]
+    for name in index.reports_on.get(node, ()):
+        report = index.reports.record(name)
+        orders.append(None if report is None or report.phase in GONE else report.order)
+    for order in orders:
+        yield from () if order is None or order.gang is None else order.gang.ports
+
+
+def _free(first: int, last: int, used: set[int]) -> int | None:
+    """Where the lowest `PORTS` free ports in a row begin."""
+    start = first
+    for port in sorted(port for port in used if first <= port <= last):
+        if port >= start + PORTS:
+            break
+        start = port + 1
+    return start if start + PORTS - 1 <= last else None
+
+
+# --- how it starts --------------------------------------------------------------------------------------------------
+
+
+def first_wish(gang: Gang | None, *, engine: str, rank: int) -> Desired:
+    """What a new shard is ordered to do."""
+    held = gang is not None and rank == 0 and HEAD_WAITS.get(engine, False)
+    return Desired.HELD if held else Desired.RUNNING
+
+
+def head_released(index: Index, replica: Replica, *, incarnation: str) -> Assignment | None:
+    """The order that ends the hold on the head, once every worker is ready; None while there is nothing to end.
+
+    A worker counts as ready while its node is there and has told so to this incarnation of the store. A head that its
+    node says is beyond the hold (a restored store knows no better) is no longer held either.
+    """
+    head = next((shard for shard in replica.shards if shard.rank == 0), None)
+    order = None if head is None else index.assignments.record(_name(replica, head))
+    if head is None or order is None or order.desired is not Desired.HELD:
+        return None
+    report = index.reports.record(_name(replica, head))
+    runs = report is not None and report.phase is not ShardPhase.HELD and report.phase not in GONE
+    workers = [shard for shard in replica.shards if shard.rank != 0]
+    if not runs and not all(_listens(index, replica, shard, incarnation=incarnation) for shard in workers):
+        return None
+    return msgspec.structs.replace(order, desired=Desired.RUNNING)
+
+
+def _listens(index: Index, replica: Replica, shard: ReplicaShard, *, incarnation: str) -> bool:
+    row, session = index.assignments.get(_name(replica, shard)), index.sessions.record(shard.node)
+    report = index.reports.record(_name(replica, shard))
+    here = session is not None and session.store == incarnation
+    answers = row is not None and report is not None and report.assignment_rev >= row.mod_revision
+    return here and answers and report is not None and report.phase is ShardPhase.READY
+
+
+# --- how long that may take -----------------------------------------------------------------------------------------
+
+
+def observe(view: View, index: Index, now: Now) -> View:
+    """`view` with `forming` brought up to date: the last visible step of every gang that never was ready.
+
+    By this leader's monotonic clock, so that no wall clock can end a load; the next leader counts anew.
+    """
+    seen: dict[str, Forming] = {}
+    for each in index.forming:
+        replica = index.replicas.record(each)
+        if replica is not None:
+            step, known = _step(index, replica), view.forming.get(each)
+            seen[each] = known if known is not None and known.step == step else Forming(step=step, mono_s=now.mono_s)
+    return view if seen == view.forming else msgspec.structs.replace(view, forming=seen)
+
+
+def _step(index: Index, replica: Replica) -> tuple[object, ...]:
+    """How far a gang has visibly come. An agent bounds what a rank may take, so this changes a bounded number of times.
+
+    Its parts: for each rank the wish, the phase, whether there is a process, and the budgets added for its progress.
+    """
+    found: list[object] = []
+    for shard in replica.shards:
+        order, report = index.assignments.record(_name(replica, shard)), _report(index, replica, shard)
+        found.append(None if order is None else order.desired)
+        found.append(None if report is None else (report.phase, report.pid is not None, report.extended))
+    return tuple(found)
+
+
+def late_in_s(index: Index, replica: Replica, *, now: Now, view: View) -> float | None:
+    """Seconds until a gang on its way to ready is given up; zero or less when that is due, None when it never is."""
+    seen = view.forming.get(replica.id)
+    if seen is None or replica.id not in index.forming:
+        return None
+    orders = [index.assignments.record(_name(replica, shard)) for shard in replica.shards]
+    budget_s = max((order.start_s for order in orders if order is not None), default=START_S)
+    reports = [_report(index, replica, shard) for shard in replica.shards]
+    if any(report is not None and report.extended for report in reports):
+        # Its node says so when a budget begins, and grants it from the progress seen last: at most two from now.
+        budget_s *= 2
+    return seen.mono_s + budget_s + WORD_S - now.mono_s
+
+
+def late_ranks(index: Index, replica: Replica) -> tuple[tuple[str, ...], str]:
+    """Who keeps a gang from getting ready: (nodes, what is said of them). The head only when no worker does."""
+    shards = sorted(replica.shards, key=lambda shard: shard.rank)
+    said = {shard.rank: (shard.node, _lacks(index, replica, shard)) for shard in shards}
+    late = {rank: (node, why) for rank, (node, why) in said.items() if why}
+    workers = {rank: each for rank, each in late.items() if rank > 0}
+    named = workers or late
+    text = ", ".join(f"rank {rank} on {node} ({why})" for rank, (node, why) in named.items())
+    return tuple(node for node, _ in named.values()), f"did not get ready in time: {text}"
+
+
+def _lacks(index: Index, replica: Replica, shard: ReplicaShard) -> str:
+    """What is missing of a shard, empty when nothing is."""
+    report = _report(index, replica, shard)
+    if shard.node not in index.sessions:
+        return "its node does not answer"
+    if report is None:
+        return "its node says nothing of it"
+    if report.phase is ShardPhase.READY:
+        return ""
+    return f"{report.phase.value}: {report.reason}" if report.reason else report.phase.value
+
+
+# --- how it ends ----------------------------------------------------------------------------------------------------
+
+
+def stoppable(index: Index, replica: Replica) -> tuple[ReplicaShard, ...]:
+    """The shards of a replica on its way out that are to stop now: all, but the workers only when the head is done.
+
+    What the head still answers it computes on its workers; its node sees when it is idle, theirs can't. Nobody waits
+    for a head that has failed, serves nothing or can't be asked, nor for one that has lost a worker.
+    """
+    left = tuple(shard for shard in replica.shards if not shard.released)
+    head = next((shard for shard in left if shard.rank == 0), None)
+    if head is None or replica.phase is ReplicaPhase.FAILED or head.node not in index.sessions:
+        return left
+    reports = [_report(index, replica, shard) for shard in replica.shards]
+    whole = all(report is not None and report.phase not in GONE for report in reports)
+    report = _report(index, replica, head)
+    finishing = report is not None and report.phase in (ShardPhase.READY, ShardPhase.DRAINING)
+    return (head,) if whole and finishing else left
+
+
+def _report(index: Index, replica: Replica, shard: ReplicaShard) -> ShardReport | None:
+    return index.reports.record(_name(replica, shard))
+
+
+def _name(replica: Replica, shard: ReplicaShard) -> str:
+    return shard_name(shard.node, replica.id, shard.rank)
