@@ -129,7 +129,7 @@ def lost_gpus(facts: Facts | None, claim: Claim) -> tuple[str, ...]:
     """
     if not claim.gpus or facts is None or facts.gpus is None:
         return ()
-    if _twice(gpu.uuid for gpu in facts.gpus) or _twice(gpu.index for gpu in facts.gpus):
+    if bool(_twice(gpu.uuid for gpu in facts.gpus)) or bool(_twice(gpu.index for gpu in facts.gpus)):
         return ()
     listed = {gpu.uuid for gpu in facts.gpus if gpu.health is not GpuHealth.LOST}
     said = {gpu.uuid: gpu.fault for gpu in facts.gpus}
