@@ -70,6 +70,11 @@ class Profile(Record, frozen=True, kw_only=True):
         """Host memory one shard of this profile claims; None when it declares none."""
         return None if self.min_memory_gb is None else gb_to_bytes(self.min_memory_gb)
 
+    @property
+    def gpu_memory_bytes(self) -> int | None:
+        """Memory that each GPU must have for this profile; None when it declares none."""
+        return None if self.min_gpu_memory_gb is None else gb_to_bytes(self.min_gpu_memory_gb)
+
 
 class Scaling(Record, frozen=True, kw_only=True):
     """How many replicas a model has: between `min` and `max`, by load (`llmgw.core.autoscale`).

@@ -6,7 +6,8 @@ Invariant: for every replica that is not placed there is, on demand, one `Refusa
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 from llmgw.core.record import Record
@@ -52,15 +53,31 @@ class Constraint(enum.Enum):
     NO_NODES = "no_nodes"
     NO_PROFILES = "no_profiles"
     RESTORING = "restoring"
-    UNSUPPORTED = "unsupported"
+    OTHER = "other"
+
+    @classmethod
+    def _missing_(cls, value: object) -> Constraint:
+        """Whatever a newer leader wrote, so that versions can be mixed: the words are in the refusal's detail."""
+        del value
+        return cls.OTHER
+
+
+GPUS_TAKEN: Final = (
+    Constraint.GPU_CLAIMED,
+    Constraint.GPU_IN_USE,
+    Constraint.GPU_FAULT,
+    Constraint.GPU_UNKNOWN,
+)
+"""What may keep a GPU that would do. In `Refusal.detail` each GPU has its own reason; this is that of most of them."""
 
 
 class Refusal(Record, frozen=True, kw_only=True):
     """One candidate that was not taken, with the numbers it was judged by.
 
-    `node` is empty when the refusal speaks of the profile as a whole. Sizes are bytes; None means unknown or not
-    applicable. `holders`: what claims the thing that lacked, as (name, bytes), at most `HOLDERS_MAX` and one for the
-    rest, whose name is empty. `detail`: the node's own words.
+    `node` is empty when the refusal speaks of the profile as a whole. `needed`, `total`, `free`: in the constraint's
+    `unit`; None means unknown or not applicable. `holders`: what claims the thing that lacked, as (name, amount), at
+    most `HOLDERS_MAX` and one for the rest, whose name is empty. `gpu_class`: the class of GPUs that the numbers count,
+    where it is one. `detail`: the node's own words.
     """
 
     constraint: Constraint
@@ -70,14 +87,36 @@ class Refusal(Record, frozen=True, kw_only=True):
     total: int | None = None
     free: int | None = None
     holders: tuple[tuple[str, int], ...] = ()
+    gpu_class: str | None = None
     detail: str = ""
+
+    @property
+    def unit(self) -> str:
+        """What the numbers count: `bytes`, `GPUs`, `nodes` or `shards`; empty where there are none."""
+        return _UNITS.get(self.constraint, "")
+
+
+_UNITS: Final = {
+    Constraint.MEMORY: "bytes",
+    Constraint.MEMORY_TOTAL: "bytes",
+    Constraint.SHARDS_MAX: "shards",
+    Constraint.GANG: "nodes",
+    Constraint.GPU_COUNT: "GPUs",
+    Constraint.GPU_MEMORY: "GPUs",
+    **dict.fromkeys(GPUS_TAKEN, "GPUs"),
+}
 
 
 class Score(Record, frozen=True, kw_only=True):
-    """Why a candidate ranked where it did. Compared field by field in this order, smaller first.
+    """Why a candidate ranked where it did; smaller is better throughout, True after False, unknown room last.
 
-    `replicas_of_model` stands before `node_empty`: two copies of one model on one machine die together, so keeping
-    machines empty is worth less than spreading them. `free_bytes` None (a node that reports no memory) comes last.
+    One node is compared by `failed_lately`, `weights_missing`, `replicas_of_model`, `node_empty`, `free_gpus`,
+    `free_bytes`, `node`. `replicas_of_model` stands before `node_empty`: two copies of one model on one machine die
+    together, so keeping machines empty is worth less than spreading them. A member of a gang is compared by
+    `failed_lately`, `claimed_gpus`, `claimed_bytes`, `replicas_of_model`, `weights_missing`, `node`.
+
+    `free_gpus`: of the class `gpu_class`, None where the profile takes none. `free_bytes`: None on a node that reports
+    no memory. `claimed_gpus`, `claimed_bytes`: how much of the machine is taken; None where it does not count.
     """
 
     failed_lately: bool
@@ -86,13 +125,18 @@ class Score(Record, frozen=True, kw_only=True):
     node_empty: bool
     free_bytes: int | None
     node: str
+    gpu_class: str | None = None
+    free_gpus: int | None = None
+    claimed_gpus: int | None = None
+    claimed_bytes: int | None = None
 
 
 class Receipt(Record, frozen=True, kw_only=True):
     """What a placement was decided from; stays with the replica after success. At most `RECEIPT_BYTES_MAX` encoded.
 
-    `revision`: the newest revision the decision had seen. `refused`: how many nodes each constraint turned down.
-    `nearest`: at most five of the refusals that missed by least.
+    `revision`: the newest revision the decision had seen. `winner`: one for each shard, by rank; `runner_up`: the best
+    of what was not taken. `refused`: how many nodes each constraint turned down, for the profile of those tried up to
+    here where it were most. `nearest`: at most five of the refusals that missed by least.
     """
 
     revision: int
@@ -106,7 +150,8 @@ class Receipt(Record, frozen=True, kw_only=True):
 class Unplaced(Record, frozen=True, kw_only=True):
     """Why a wanted replica runs nowhere, bounded as a `Receipt` is.
 
-    `refused`: how many nodes each constraint turned down, a node once for all profiles. `nodes`: how many were judged.
+    `refused`: how many nodes each constraint turned down, for the profile where it were most; so a node counts once.
+    `nodes`: how many were judged.
     """
 
     revision: int
@@ -128,18 +173,34 @@ def bounded_holders(holders: Iterable[tuple[str, int]]) -> tuple[tuple[str, int]
     return (*ranked[:HOLDERS_MAX], *((("", rest),) if rest else ()))
 
 
-_DISTANCE: Final = {
+DISTANCE: Final = {
     constraint: rank
     for rank, constraint in enumerate((
         Constraint.MEMORY,
+        Constraint.GPU_CLAIMED,
+        Constraint.GANG,
         Constraint.UNACCOUNTED,
         Constraint.SHARDS_MAX,
+        Constraint.GPU_IN_USE,
         Constraint.ENGINE_UNCHECKED,
         Constraint.ENGINE_VERSION,
         Constraint.ENGINE_MISSING,
         Constraint.CORDONED,
         Constraint.NOT_READY,
+        Constraint.GPU_UNKNOWN,
+        Constraint.GPU_FAULT,
+        Constraint.FACTS,
+        Constraint.RECORD_CORRUPT,
+        Constraint.GPU_MEMORY,
+        Constraint.GPU_COUNT,
         Constraint.MEMORY_TOTAL,
+        Constraint.FABRIC,
+        Constraint.SELECTOR,
+        Constraint.GPU_CLASS,
+        Constraint.RESTORING,
+        Constraint.NO_NODES,
+        Constraint.NO_PROFILES,
+        Constraint.OTHER,
     ))
 }  # fmt: skip
 """How far a refusal is from fitting, nearest first: what passes by itself, what a person can change, what can't be."""
@@ -147,20 +208,31 @@ _DISTANCE: Final = {
 
 def nearest(refusals: Iterable[Refusal]) -> tuple[Refusal, ...]:
     """The `NEAREST_MAX` refusals that missed by least."""
-    return tuple(sorted(refusals, key=_miss)[:NEAREST_MAX])
+    return tuple(sorted(refusals, key=miss)[:NEAREST_MAX])
 
 
-def _miss(refusal: Refusal) -> tuple[int, int, str, str]:
-    missing = (refusal.needed or 0) - (refusal.free or 0)
-    return (_DISTANCE.get(refusal.constraint, len(_DISTANCE)), missing, refusal.node, refusal.profile)
+Miss = tuple[int, int, str, str]
+"""How far a refusal is from fitting, as a sort key: kind, amount that is missing, node, profile."""
+
+
+def miss(refusal: Refusal) -> Miss:
+    """How far a refusal is from fitting."""
+    there = refusal.total if refusal.free is None else refusal.free
+    missing = (refusal.needed or 0) - (there or 0)
+    return (DISTANCE[refusal.constraint], missing, refusal.node, refusal.profile)
 
 
 def counted(refusals: Iterable[Refusal]) -> dict[str, int]:
-    """How many refusals there are of each constraint, by its name."""
-    counts: dict[str, int] = {}
-    for refusal in refusals:
-        counts[refusal.constraint.value] = counts.get(refusal.constraint.value, 0) + 1
-    return dict(sorted(counts.items()))
+    """How many refusals there are of each constraint, by its name, for the profile where it were most."""
+    return most(Counter((each.profile, each.constraint) for each in refusals))
+
+
+def most(counts: Mapping[tuple[str, Constraint], int]) -> dict[str, int]:
+    """The same from the counts of each profile and constraint."""
+    found: dict[str, int] = {}
+    for (_, constraint), count in counts.items():
+        found[constraint.value] = max(count, found.get(constraint.value, 0))
+    return dict(sorted(found.items()))
 
 
 def same_but_numbers(old: Unplaced | None, new: Unplaced | None) -> bool:
@@ -184,6 +256,12 @@ def render(refusal: Refusal) -> str:
             return f"runs {refusal.detail}, and what that holds is not known yet"
         case Constraint.SHARDS_MAX:
             return f"holds {refusal.total} shards, and no node takes more"
+        case Constraint.GPU_COUNT:
+            of_one_class = " of one class" if (refusal.needed or 0) > 1 else ""
+            return f"has {refusal.detail or 'no GPU'}, needs {refusal.needed}{of_one_class}"
+        case constraint if constraint in GPUS_TAKEN and refusal.needed is not None and refusal.total is not None:
+            numbers = f"needs {_gpus(refusal.needed, refusal.gpu_class)}; {refusal.free or 0} of {refusal.total} free"
+            return f"{numbers}: {refusal.detail}" if refusal.detail else numbers
         case _:
             return refusal.detail or _FIXED.get(refusal.constraint, refusal.constraint.value.replace("_", " "))
 
@@ -194,6 +272,48 @@ _FIXED: Final = {
     Constraint.RESTORING: "the store was restored: waiting until every node has reported",
 }
 """Constraints that need no numbers and no node's words."""
+
+
+def remedy(refusal: Refusal) -> str:
+    """What would have to change for this node to be taken: "free 4 GB there, or ask for at most 12 GB"."""
+    lacking = max(0, (refusal.needed or 0) - (refusal.free or 0))
+    match refusal.constraint:
+        case Constraint.MEMORY:
+            less = f", or ask for at most {format_bytes(refusal.free)}" if refusal.free else ""
+            return f"free {format_bytes(lacking)} there{less}"
+        case Constraint.MEMORY_TOTAL:
+            return f"ask for at most {format_bytes(refusal.total)}"
+        case Constraint.CORDONED:
+            return "uncordon it"
+        case Constraint.GPU_COUNT:
+            return f"ask for at most {refusal.total} a node" if refusal.total else "a GPU, or a profile that needs none"
+        case constraint if constraint in GPUS_TAKEN and refusal.needed is not None:
+            return f"{lacking} more free {_gpus(None if lacking == 1 else lacking, refusal.gpu_class)} there"
+        case Constraint.GANG:
+            return f"{lacking} more such {'node' if lacking == 1 else 'nodes'} on the same fabric"
+        case _:
+            return _REMEDIES.get(refusal.constraint, "")
+
+
+_REMEDIES: Final = {
+    Constraint.NOT_READY: "wait until its agent is back and has reported",
+    Constraint.SELECTOR: "give it that label, or ask for another one",
+    Constraint.ENGINE_UNCHECKED: "wait until it has checked its engines",
+    Constraint.ENGINE_MISSING: "install the engine there, or name it in its agent.yaml",
+    Constraint.ENGINE_VERSION: "install that version there, or wish for the one it has",
+    Constraint.UNACCOUNTED: "wait until that is adopted, or confirmed gone",
+    Constraint.SHARDS_MAX: "end a replica there",
+    Constraint.RECORD_CORRUPT: "write or delete that record anew",
+    Constraint.GPU_CLASS: "ask for a class that it has, or for none in particular",
+    Constraint.GPU_MEMORY: "ask for less memory a GPU, or for fewer GPUs",
+    Constraint.GPU_UNKNOWN: "find out why its agent can't read its GPUs",
+    Constraint.FABRIC: "name its fabric in its agent.yaml, or use one node",
+    Constraint.FACTS: "correct what its agent reports",
+    Constraint.NO_NODES: "start an agent",
+    Constraint.NO_PROFILES: "give the model a profile",
+    Constraint.RESTORING: "wait, or `llmgw recover` if some nodes will not come back",
+}
+"""What would have to change where no number says it better."""
 
 
 def render_at(refusal: Refusal) -> str:
@@ -226,7 +346,16 @@ _LACKS: Final = {
     Constraint.UNACCOUNTED: ("runs what is not accounted for", "run what is not accounted for"),
     Constraint.SHARDS_MAX: ("is full", "are full"),
     Constraint.RECORD_CORRUPT: ("has a record that can't be read", "have a record that can't be read"),
-    Constraint.UNSUPPORTED: ("profile is not supported", "profiles are not supported"),
+    Constraint.GPU_CLASS: ("has no GPU of the class", "have no GPU of the class"),
+    Constraint.GPU_COUNT: ("has too few GPUs", "have too few GPUs"),
+    Constraint.GPU_MEMORY: ("has GPUs with too little memory", "have GPUs with too little memory"),
+    Constraint.GPU_CLAIMED: ("has too few unclaimed GPUs", "have too few unclaimed GPUs"),
+    Constraint.GPU_FAULT: ("has faulty GPUs", "have faulty GPUs"),
+    Constraint.GPU_IN_USE: ("has GPUs in use outside llmgw", "have GPUs in use outside llmgw"),
+    Constraint.GPU_UNKNOWN: ("has GPUs in an unknown state", "have GPUs in an unknown state"),
+    Constraint.FABRIC: ("is on no fabric", "are on no fabric"),
+    Constraint.GANG: ("has too few companions", "have too few companions"),
+    Constraint.FACTS: ("reports what can't be true", "report what can't be true"),
 }
 """What is said of one node and of several that a constraint turned down; of any other, its name."""
 
@@ -241,6 +370,12 @@ def _same_unit(size: int | None, beside: int | None) -> str:
     """`size` without its unit where that is the unit of `beside`."""
     text = format_bytes(size)
     return text.removesuffix(" GB") if format_bytes(beside).endswith(" GB") and (size or 0) >= GB // 10 else text
+
+
+def _gpus(count: int | None, gpu_class: str | None) -> str:
+    """So many GPUs, of a class where it is known."""
+    what = gpu_class or ("GPU" if count in (None, 1) else "GPUs")
+    return what if count is None else f"{count} {what}"
 
 
 def _promises(holders: Iterable[tuple[str, int]]) -> list[str]:

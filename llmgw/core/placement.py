@@ -1,51 +1,56 @@
-"""Where a replica can go: filters, order and the explanation of both. Pure; reads an inventory, writes nothing.
+"""Where a replica can go: the order among the nodes that could take it, and the explanation of both. Pure.
 
-Counted while deciding: every candidate that is not taken leaves a `Refusal` with the numbers it was judged by. A
-profile's needs are declared, not measured; a profile that declares no memory fits anywhere and claims nothing.
+Reads an inventory, writes nothing. What a node could give is judged by `llmgw.core.candidates`; here pools are made of
+what they offer, and a replica is drawn from one pool: one fabric, one class of GPUs, one build for a gang.
 
-Invariant: no placement promises more memory than a node is known to have, and none uses a node whose records can't be
-read. Weights are a preference, never a filter.
+Invariants: no placement promises more memory than a node is known to have or a GPU that is not free, and none uses a
+node whose records can't be read; `draw` sees one pool, so that nothing could combine two.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
-from dataclasses import dataclass, field
-from typing import cast
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from llmgw.core.catalog import EngineSpec, ModelSpec, Profile
-from llmgw.core.explain import (
-    HOLDERS_MAX,
-    Constraint,
-    Receipt,
-    Refusal,
-    Score,
-    Unplaced,
-    bounded_holders,
-    clip,
-    counted,
-    nearest,
+from llmgw.core.candidates import (
+    Admission,
+    Pool,
+    claimed_bytes,
+    claimed_gpus,
+    fits,
+    judge,
+    lonely,
+    rate_gbps,
+    satisfies,
 )
+from llmgw.core.catalog import ModelSpec, Profile
+from llmgw.core.explain import Constraint, Receipt, Refusal, Score, Unplaced, counted, nearest
+from llmgw.core.gpu import choose
 from llmgw.core.inventory import Inventory, NodeInventory
-from llmgw.core.node import Build, Liveness
-from llmgw.core.replica import SHARDS_PER_NODE_MAX, Claim, ReplicaShard
-from llmgw.core.units import format_bytes
+from llmgw.core.replica import Claim, GpuClaim, ReplicaShard
+from llmgw.errors import InvariantError
+
+__all__ = ["Fit", "Placement", "Rejection", "by_priority", "explain", "place", "satisfies"]
 
 
 class Fit(msgspec.Struct, frozen=True, kw_only=True):
-    """A node that can take one shard of a profile. `build` None: the node can't say which it has."""
+    """A node that can take one shard of a profile, and the best pool it could do so in.
+
+    `build` None: the node can't say which it has.
+    """
 
     node: str
     profile: str
     build: str | None
     score: Score
+    fabric: str | None = None
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
-    """Where one replica goes, with what it will hold there, and why there."""
+    """Where one replica goes, with what it will hold there, and why there. `shards` and the scores are by rank."""
 
     profile: Profile
     shards: tuple[ReplicaShard, ...]
@@ -55,24 +60,88 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rejection(msgspec.Struct, frozen=True, kw_only=True):
-    """Why one replica can go nowhere: for each profile one refusal per node, or one of the profile as a whole."""
+    """Why one replica can go nowhere, as far as it is stored; the whole list of refusals is `explain`'s.
 
-    refusals: tuple[Refusal, ...]
+    `refused`, `nearest`: as in `Unplaced`. `nodes`: how many were judged.
+    """
+
+    refused: dict[str, int]
+    nearest: tuple[Refusal, ...]
+    nodes: int = 0
 
     def unplaced(self, revision: int) -> Unplaced:
-        """The bounded form that is stored."""
-        each = {(refusal.constraint, refusal.node): refusal for refusal in self.refusals}
-        return Unplaced(
-            revision=revision,
-            nodes=len({node for _, node in each if node}),
-            refused=counted(each.values()),
-            nearest=nearest(self.refusals),
-        )
+        """The form that is stored."""
+        return Unplaced(revision=revision, nodes=self.nodes, refused=self.refused, nearest=self.nearest)
+
+
+def rejected(refusals: Iterable[Refusal]) -> Rejection:
+    """A rejection for these reasons."""
+    given = list(refusals)
+    nodes = {refusal.node for refusal in given if refusal.node}
+    return Rejection(refused=counted(given), nearest=nearest(given), nodes=len(nodes))
 
 
 def by_priority(spec: ModelSpec) -> list[Profile]:
     """A model's profiles in the order they are tried: priority, then as written."""
     return sorted(spec.profiles, key=lambda profile: -profile.priority)
+
+
+# --- the order ------------------------------------------------------------------------------------------------------
+
+
+class Standing(msgspec.Struct, frozen=True, kw_only=True):
+    """What ranks a node for one more replica of a model, besides what the node is. `failed`: where it failed lately."""
+
+    model: str
+    source: str
+    failed: frozenset[str]
+
+
+Rank = tuple[object, ...]
+"""A sort key, smaller is better; the last part is the node's name, so that no two are equal."""
+
+
+def score(node: NodeInventory, pool: Pool, found: Admission, standing: Standing) -> Score:
+    """Why a node ranks where it does, for people to read."""
+    free = next((cards.free for cards in found.cards if cards.gpu_class == pool.gpu_class), None)
+    gang = pool.fabric is not None
+    return Score(
+        failed_lately=node.name in standing.failed,
+        weights_missing=node.weights is None or standing.source not in node.weights,
+        replicas_of_model=node.live_replicas.get(standing.model, 0),
+        node_empty=not node.holdings and not node.unclaimed,
+        free_bytes=node.free_bytes,
+        node=node.name,
+        gpu_class=pool.gpu_class,
+        free_gpus=free,
+        claimed_gpus=claimed_gpus(node) if gang else None,
+        claimed_bytes=claimed_bytes(node) if gang else None,
+    )
+
+
+def rank(score: Score) -> Rank:
+    """A score as a sort key: one order for replicas on one node, another for members of a gang.
+
+    On one node: weights here first, then partly used machines so that whole ones stay free, then the fullest that fits.
+    A gang: the emptiest machines, then weights. Where the model failed lately comes last in both.
+    """
+    if score.claimed_gpus is not None:
+        amounts = (score.claimed_gpus, score.claimed_bytes or 0)
+        return (score.failed_lately, *amounts, score.replicas_of_model, score.weights_missing, score.node)
+    room = math.inf if score.free_bytes is None else score.free_bytes
+    tightness = (score.node_empty, score.free_gpus or 0, room)
+    return (score.failed_lately, score.weights_missing, score.replicas_of_model, *tightness, score.node)
+
+
+def quality(pool: Pool, members: Sequence[tuple[Score, NodeInventory, Admission]]) -> Rank:
+    """What makes one gang better than another: its worst member, then the next; the better build, the faster fabric."""
+    ranks = [rank(each)[:-1] for each, _, _ in members]
+    preference = sum(found.builds.index(pool.build) for _, _, found in members)
+    rate = min(rate_gbps(node, pool.fabric) for _, node, _ in members)
+    return (ranks[::-1], preference, -rate, pool)
+
+
+# --- the choice -----------------------------------------------------------------------------------------------------
 
 
 def place(inventory: Inventory, spec: ModelSpec, *, failed: frozenset[str] = frozenset()) -> Placement | Rejection:
@@ -83,231 +152,111 @@ def place(inventory: Inventory, spec: ModelSpec, *, failed: frozenset[str] = fro
         spec: the model.
         failed: nodes where this model failed lately; they come last.
     """
-    refusals: list[Refusal] = []
+    standing = Standing(model=spec.name, source=spec.source, failed=failed)
+    refused: list[Refusal] = []
     if not spec.profiles:
-        refusals.append(Refusal(constraint=Constraint.NO_PROFILES, profile=""))
+        refused.append(Refusal(constraint=Constraint.NO_PROFILES, profile=""))
     for profile in by_priority(spec):
-        sieve = sift(inventory, profile)
-        if not sieve.builds:
-            refusals += sieve.refusals.values()
+        found = survey(inventory, profile)
+        refused += (each for each in found.values() if isinstance(each, Refusal))
+        pools = pools_of(inventory, profile, found, standing)
+        if not pools:
             continue
-        ranked = heapq.nsmallest(2, (_rank(sieve.nodes[name], spec, failed) for name in sieve.builds))
-        scores = [_score(sieve.nodes[each[-1]], spec, failed) for each in ranked]
+        drawn = [(pool, sorted(of, key=lambda each: rank(each[0]))) for pool, of in pools.items()]
+        if profile.nodes == 1:
+            pool, best = min(drawn, key=lambda each: (rank(each[1][0][0]), each[0][1] or ""))
+        else:
+            pool, best = min(drawn, key=lambda each: quality(each[0], each[1][: profile.nodes]))
+        taken, others = best[: profile.nodes], list(best[profile.nodes :])
+        others += [of[0] for other, of in drawn if other != pool]
         receipt = Receipt(
             revision=inventory.index.revision,
             profile=profile.name,
-            winner=(scores[0],),
-            runner_up=scores[1] if len(scores) > 1 else None,
-            refused=counted(refusals) if not sieve.refusals else counted([*refusals, *sieve.refusals.values()]),
-            nearest=nearest([*nearest(refusals), *sieve.nearest()]),
+            winner=tuple(each for each, _, _ in taken),
+            runner_up=min((each for each, _, _ in others), key=rank, default=None),
+            refused=counted(refused),
+            nearest=nearest(refused),
         )
-        best = scores[0].node
-        shard = ReplicaShard(rank=0, node=best, claim=Claim(memory_bytes=profile.memory_bytes))
-        return Placement(profile=profile, shards=(shard,), build=sieve.builds[best], fabric=None, receipt=receipt)
-    return Rejection(refusals=tuple(refusals))
+        shards = tuple(shard_of(node, profile, pool, rank=i) for i, (_, node, _) in enumerate(taken))
+        build = pool.build if profile.nodes > 1 else taken[0][2].builds[0]
+        return Placement(profile=profile, shards=shards, build=build, fabric=pool.fabric, receipt=receipt)
+    return rejected(refused)
+
+
+def survey(inventory: Inventory, profile: Profile) -> dict[str, Admission | Refusal]:
+    """Every node judged for one shard of a profile; or, under an empty name, why no node at all can take it."""
+    whole = _whole(inventory, profile)
+    if whole is not None:
+        return {"": whole}
+    wish = inventory.wish(profile.engine)
+    found = {node.name: judge(node, profile, wish) for node in inventory.nodes()}
+    if profile.nodes > 1:
+        offers = {name: each.pools(profile) for name, each in found.items() if isinstance(each, Admission)}
+        sizes = Counter(pool for pools in offers.values() for pool in pools)
+        for name, pools in offers.items():
+            if all(sizes[pool] < profile.nodes for pool in pools):
+                found[name] = lonely(name, profile, pools, sizes)
+    return found
+
+
+def pools_of(
+    inventory: Inventory, profile: Profile, found: Mapping[str, Admission | Refusal], standing: Standing
+) -> dict[Pool, list[tuple[Score, NodeInventory, Admission]]]:
+    pools: dict[Pool, list[tuple[Score, NodeInventory, Admission]]] = {}
+    for name, each in found.items():
+        if isinstance(each, Admission):
+            node = inventory.node(name)
+            for pool in each.pools(profile):
+                pools.setdefault(pool, []).append((score(node, pool, each, standing), node, each))
+    return {pool: members for pool, members in pools.items() if len(members) >= profile.nodes}
+
+
+def _whole(inventory: Inventory, profile: Profile) -> Refusal | None:
+    """Why no node at all can take the profile."""
+    if inventory.wish_corrupt(profile.engine):
+        said = f"the wished version of {profile.engine} can't be read"
+        return Refusal(constraint=Constraint.RECORD_CORRUPT, profile=profile.name, detail=said)
+    return Refusal(constraint=Constraint.NO_NODES, profile=profile.name) if not inventory.names else None
 
 
 def explain(inventory: Inventory, spec: ModelSpec, *, failed: frozenset[str] = frozenset()) -> list[Fit | Refusal]:
     """Everything placement would weigh for one more replica now: each profile by priority, in it each node by name."""
     if not spec.profiles:
         return [Refusal(constraint=Constraint.NO_PROFILES, profile="")]
-    found: list[Fit | Refusal] = []
+    standing = Standing(model=spec.name, source=spec.source, failed=failed)
+    said: list[Fit | Refusal] = []
     for profile in by_priority(spec):
-        sieve = sift(inventory, profile)
-        found += (refusal for name, refusal in sieve.refusals.items() if not name)
-        for name in inventory.names if sieve.nodes else ():
-            if (refusal := sieve.refusals.get(name)) is not None:
-                found.append(refusal)
-            else:
-                score = _score(sieve.nodes[name], spec, failed)
-                found.append(Fit(node=name, profile=profile.name, build=sieve.builds[name], score=score))
-    return found
+        found = survey(inventory, profile)
+        pools = pools_of(inventory, profile, found, standing)
+        for name, each in sorted(found.items()):
+            if isinstance(each, Refusal):
+                said.append(each)
+                continue
+            mine = [(pool, s) for pool, of in pools.items() for s, node, _ in of if node.name == name]
+            pool, best = min(mine, key=lambda one: (rank(one[1]), -len(pools[one[0]]), one[0]))
+            build = pool.build if profile.nodes > 1 else each.builds[0]
+            said.append(Fit(node=name, profile=profile.name, build=build, score=best, fabric=pool.fabric))
+    return said
 
 
-@dataclass
-class Sieve:
-    """Every node judged for one shard of a profile, whatever the model.
+def shard_of(node: NodeInventory, profile: Profile, pool: Pool, *, rank: int) -> ReplicaShard:
+    """What one shard holds: of the pool's class its GPUs, of the pool's fabric its HCAs, and the declared memory.
 
-    `builds`: node that fits -> the build it would run (None: it can't say). `refusals`: node that does not -> why; the
-    name is empty where the profile as a whole is refused. `nodes`: what each was judged by.
+    Raises:
+        InvariantError: the node has not enough free GPUs of the class, though it was judged to have them.
     """
-
-    nodes: dict[str, NodeInventory] = field(default_factory=dict)
-    builds: dict[str, str | None] = field(default_factory=dict)
-    refusals: dict[str, Refusal] = field(default_factory=dict)
-    _nearest: tuple[Refusal, ...] | None = None
-
-    def nearest(self) -> tuple[Refusal, ...]:
-        """The nearest misses among the refusals."""
-        if self._nearest is None:
-            self._nearest = nearest(self.refusals.values())
-        return self._nearest
-
-    def judge(self, node: NodeInventory, profile: Profile, wish: EngineSpec | None) -> None:
-        """Judge one node, or judge it anew because it changed."""
-        self.nodes[node.name] = node
-        verdict = _judge(node, profile, wish)
-        if isinstance(verdict, Refusal):
-            self.builds.pop(node.name, None)
-            self.refusals[node.name] = verdict
-            self._nearest = None
-        else:
-            self.builds[node.name] = None if verdict is None else verdict.id
-            if self.refusals.pop(node.name, None) is not None:
-                self._nearest = None
-
-
-def sift(inventory: Inventory, profile: Profile) -> Sieve:
-    """All nodes judged for `profile`. Kept with the inventory: only nodes that changed since are judged again."""
-    whole = _whole(inventory, profile)
-    if whole is not None:
-        return Sieve(refusals={"": whole})
-    key = (profile.name, profile.engine, profile.memory_bytes, tuple(sorted(profile.node_selector.items())))
-    sieve = cast("Sieve", inventory.kept.setdefault(key, Sieve()))
-    wish, nodes = inventory.wish(profile.engine), sieve.nodes
-    for node in inventory.nodes():
-        if nodes.get(node.name) is not node:
-            sieve.judge(node, profile, wish)
-    return sieve
-
-
-def _whole(inventory: Inventory, profile: Profile) -> Refusal | None:
-    """Why no node at all can take the profile."""
-
-    def refuse(constraint: Constraint, detail: str = "") -> Refusal:
-        return Refusal(constraint=constraint, profile=profile.name, detail=detail)
-
-    if profile.nodes > 1 or profile.gpus_per_node > 0:
-        what = "several nodes" if profile.nodes > 1 else "GPUs"
-        return refuse(Constraint.UNSUPPORTED, f"asks for {what}, which this version does not place")
-    if inventory.wish_corrupt(profile.engine):
-        return refuse(Constraint.RECORD_CORRUPT, f"the wished version of {profile.engine} can't be read")
-    return refuse(Constraint.NO_NODES) if not inventory.names else None
-
-
-def _judge(node: NodeInventory, profile: Profile, wish: EngineSpec | None) -> Build | Refusal | None:
-    """The filters in their order: why the node can't take a shard, or the build it would run."""
-    refusal = _standing(node, profile)
-    if refusal is not None:
-        return refusal
-    build = _build(node, profile, wish)
-    return build if isinstance(build, Refusal) else _memory(node, profile) or build
-
-
-def _rank(node: NodeInventory, spec: ModelSpec, failed: frozenset[str]) -> tuple[bool, bool, int, bool, float, str]:
-    """A node's score as a sort key: smaller is better, unknown room comes last."""
-    free = node.free_bytes
-    return (
-        node.name in failed,
-        node.weights is None or spec.source not in node.weights,
-        node.live_replicas.get(spec.name, 0),
-        not node.holdings and not node.unclaimed,
-        math.inf if free is None else free,
-        node.name,
+    free = [
+        slot
+        for slot in node.gpus or ()
+        if slot.taken is None and slot.gpu_class == pool.gpu_class and fits(slot, profile)
+    ]
+    gpus = choose(free, profile.gpus_per_node) if profile.gpus_per_node else ()
+    if gpus is None:
+        raise InvariantError(1, f"{node.name} was taken to have {profile.gpus_per_node} free {pool.gpu_class}")
+    fabrics = () if node.facts is None else node.facts.fabrics
+    claim = Claim(
+        memory_bytes=profile.memory_bytes,
+        gpus=tuple(GpuClaim(uuid=slot.uuid) for slot in gpus),
+        hcas=tuple(hca for fabric in fabrics if fabric.name == pool.fabric for hca in fabric.hcas),
     )
-
-
-def _score(node: NodeInventory, spec: ModelSpec, failed: frozenset[str]) -> Score:
-    """The same for people to read."""
-    lately, missing, replicas, empty, _, name = _rank(node, spec, failed)
-    return Score(
-        failed_lately=lately,
-        weights_missing=missing,
-        replicas_of_model=replicas,
-        node_empty=empty,
-        free_bytes=node.free_bytes,
-        node=name,
-    )
-
-
-def _standing(node: NodeInventory, profile: Profile) -> Refusal | None:
-    """Whether the node may take anything at all, whatever it has."""
-
-    def refuse(constraint: Constraint, detail: str) -> Refusal:
-        return Refusal(constraint=constraint, profile=profile.name, node=node.name, detail=clip(detail))
-
-    if node.corrupt:
-        return refuse(Constraint.RECORD_CORRUPT, f"a record can't be read: {node.corrupt[0]}")
-    if node.liveness is not Liveness.READY or not node.present or node.facts is None:
-        known = "not known to be ready yet" if node.liveness is None else node.liveness.value
-        return refuse(Constraint.NOT_READY, known if node.liveness is not Liveness.READY else "without its facts yet")
-    if node.cordon:
-        return refuse(Constraint.CORDONED, "is being drained" if node.drain else "is cordoned")
-    for key, wanted in sorted(profile.node_selector.items()):
-        has = node.labels.get(key)
-        if has != wanted:
-            said = f"has the label {key}={has}" if has is not None else f"has no label {key}"
-            return refuse(Constraint.SELECTOR, f"{said}, needs {key}={wanted}")
-    if node.shards >= SHARDS_PER_NODE_MAX:
-        return Refusal(
-            constraint=Constraint.SHARDS_MAX,
-            profile=profile.name,
-            node=node.name,
-            total=node.shards,
-            needed=1,
-            free=max(0, SHARDS_PER_NODE_MAX - node.shards),
-        )
-    return None
-
-
-def _build(node: NodeInventory, profile: Profile, wish: EngineSpec | None) -> Build | Refusal | None:
-    """The engine build this node would run the profile with. None: an agent too old to say, so anything may be.
-
-    Among equals it is the node's first: it lists what its agent.yaml names before what it found.
-    """
-    engines = None if node.facts is None else node.facts.engines
-    if engines is None:
-        return None
-
-    def refuse(constraint: Constraint, detail: str) -> Refusal:
-        return Refusal(constraint=constraint, profile=profile.name, node=node.name, detail=clip(detail))
-
-    said = engines.notes.get(profile.engine, "")
-    if not engines.probed:
-        return refuse(Constraint.ENGINE_UNCHECKED, said)
-    builds = [build for build in engines.builds if build.engine == profile.engine]
-    if not builds:
-        return refuse(Constraint.ENGINE_MISSING, said or f"has no {profile.engine}")
-    if wish is None:
-        return min(builds, key=lambda build: not build.named)
-    wished = [build for build in builds if satisfies(build, wish)]
-    if not wished:
-        has = ", ".join(sorted(build.version for build in builds))
-        return refuse(Constraint.ENGINE_VERSION, said or f"has {profile.engine} {has}, needs {wish.version}")
-    return min(wished, key=lambda build: build.version != wish.version)
-
-
-def satisfies(build: Build, wish: EngineSpec) -> bool:
-    """Whether a build is what people want: of that version, or named on purpose by whoever runs the node."""
-    return build.named or build.version == wish.version
-
-
-def _memory(node: NodeInventory, profile: Profile) -> Refusal | None:
-    """Whether the memory the profile declares can still be promised here."""
-    needed, total, free = profile.memory_bytes, node.memory_total_bytes, node.free_bytes
-    if needed is None or total is None or free is None:
-        return None
-    if needed > total:
-        return Refusal(
-            constraint=Constraint.MEMORY_TOTAL, profile=profile.name, node=node.name, needed=needed, total=total
-        )
-    if node.unaccounted:
-        names = ", ".join(node.unaccounted[:HOLDERS_MAX])
-        return Refusal(
-            constraint=Constraint.UNACCOUNTED, profile=profile.name, node=node.name, needed=needed, detail=clip(names)
-        )
-    if needed <= free:
-        return None
-    holders = [(each.replica, each.claim.memory_bytes or 0) for each in node.holdings]
-    running = sorted(each.replica for each in node.unclaimed)
-    said = f"{format_bytes(node.unclaimed_bytes)} used without a claim by {', '.join(running)}" if running else ""
-    return Refusal(
-        constraint=Constraint.MEMORY,
-        profile=profile.name,
-        node=node.name,
-        needed=needed,
-        total=total,
-        free=max(0, free),
-        holders=bounded_holders((name, size) for name, size in holders if size > 0),
-        detail=clip(said),
-    )
+    return ReplicaShard(rank=rank, node=node.name, claim=claim)

@@ -25,7 +25,7 @@ from llmgw.core.explain import (
     summarise,
 )
 from llmgw.core.ids import NAME_LEN_MAX
-from llmgw.core.placement import Rejection
+from llmgw.core.placement import rejected
 from llmgw.core.units import GB
 
 C = Constraint
@@ -130,15 +130,15 @@ def test_a_summary_holds_the_counts_and_the_nearest_miss() -> None:
     assert summarise(one) == "does not fit on the only node: n1 (cpu): has 8 GB of memory, needs 24"
     none = Unplaced(revision=1, refused={"no_nodes": 1}, nearest=(refusal(C.NO_NODES, node=""),))
     assert summarise(none) == "there is no node yet"
-    gpus = refusal(C.UNSUPPORTED, node="", detail="asks for GPUs")
-    unsupported = Unplaced(revision=1, refused={"unsupported": 1}, nearest=(gpus,))
-    assert summarise(unsupported) == "fits nowhere: cpu: asks for GPUs"
+    wish = refusal(C.RECORD_CORRUPT, node="", detail="the wished version of vllm can't be read")
+    unreadable = Unplaced(revision=1, refused={"record_corrupt": 1}, nearest=(wish,))
+    assert summarise(unreadable) == "fits nowhere: cpu: the wished version of vllm can't be read"
     assert summarise(Unplaced(revision=1, nodes=2, refused={"later": 2})) == "fits on none of 2 nodes: 2 × later"
 
 
 def test_a_node_is_counted_once_whatever_the_profiles() -> None:
     twice = [refusal(C.MEMORY), refusal(C.MEMORY, profile="big"), refusal(C.MEMORY, node="n2")]
-    unplaced = Rejection(refusals=tuple(twice)).unplaced(7)
+    unplaced = rejected(twice).unplaced(7)
     assert (unplaced.nodes, unplaced.refused) == (2, {"memory": 2})
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from llmgw.core.catalog import EngineSpec, ModelSpec, Profile
+from llmgw.core.catalog import EngineSpec, ModelSpec
 from llmgw.core.explain import Constraint, Refusal, render
 from llmgw.core.inventory import Inventory
 from llmgw.core.node import Build, EngineFacts, WeightSet
@@ -34,7 +34,8 @@ def placed(c: Cluster, spec: ModelSpec, *, failed: frozenset[str] = frozenset())
 def refused(c: Cluster, spec: ModelSpec) -> list[tuple[str, Constraint]]:
     outcome = place(judged(c), spec)
     assert isinstance(outcome, Rejection), outcome
-    return [(each.node, each.constraint) for each in outcome.refusals]
+    found = explain(judged(c), spec)
+    return [(each.node, each.constraint) for each in found if isinstance(each, Refusal)]
 
 
 def said(c: Cluster, spec: ModelSpec) -> dict[str, str]:
@@ -102,7 +103,7 @@ def test_what_runs_without_a_claim_takes_its_room() -> None:
     assert (node.claimed_bytes, node.unclaimed_bytes, node.free_bytes) == (0, 6 * GB, 4 * GB)
     outcome = place(Inventory(c.index), model_spec("y", cpu_profile(5.0)))
     assert isinstance(outcome, Rejection)
-    assert render(outcome.refusals[0]) == f"needs 5 GB; 10 GB in all, 6 GB used without a claim by {replica.id}"
+    assert render(outcome.nearest[0]) == f"needs 5 GB; 10 GB in all, 6 GB used without a claim by {replica.id}"
 
 
 def test_what_runs_unaccounted_lets_nothing_in_that_needs_memory() -> None:
@@ -115,7 +116,7 @@ def test_what_runs_unaccounted_lets_nothing_in_that_needs_memory() -> None:
     inventory = Inventory(c.index)
     outcome = place(inventory, model_spec("y"))
     assert isinstance(outcome, Rejection)
-    assert [each.constraint for each in outcome.refusals] == [Constraint.UNACCOUNTED]
+    assert [each.constraint for each in outcome.nearest] == [Constraint.UNACCOUNTED]
     assert isinstance(place(inventory, model_spec("y", cpu_profile(None))), Placement)
 
 
@@ -252,10 +253,6 @@ def test_whole_profiles_are_refused_in_one_sentence() -> None:
     assert explain(Inventory(c.index), ModelSpec(name="x", source="x")) == [
         Refusal(constraint=Constraint.NO_PROFILES, profile="")
     ]
-    gpu = Profile(name="gpu", engine="vllm", gpus_per_node=1)
-    gang = msgspec.structs.replace(gpu, nodes=2)
-    for profile in (gpu, gang):
-        assert refused(c, model_spec("x", profile)) == [("", Constraint.UNSUPPORTED)]
     c.spoil(Kind.ENGINE, "llama.cpp")
     assert refused(c, model_spec("x")) == [("", Constraint.RECORD_CORRUPT)]
 

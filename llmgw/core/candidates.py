@@ -1,0 +1,363 @@
+"""What one node could give to one profile, and why it can't: the filters of placement, each judged on one node alone.
+
+Counted while deciding: what is turned down leaves a `Refusal` with the numbers it was judged by. A profile's needs are
+declared, not measured; one that declares no memory fits anywhere and claims nothing.
+
+Invariants: a node offers itself to pools, never to a replica, and a pool is one fabric and one class of GPUs; unknown
+is never read as free. Weights are a preference, never a filter.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Final, NamedTuple
+
+from llmgw.core.catalog import EngineSpec, Profile
+from llmgw.core.explain import GPUS_TAKEN, HOLDERS_MAX, Constraint, Refusal, bounded_holders, clip
+from llmgw.core.gpu import GpuSlot
+from llmgw.core.inventory import NodeInventory
+from llmgw.core.node import Build, Liveness
+from llmgw.core.replica import SHARDS_PER_NODE_MAX
+from llmgw.core.units import format_bytes
+
+_KEEPERS: Final = (*GPUS_TAKEN, Constraint.UNACCOUNTED)
+"""What may keep a GPU, the one to speak of first where they keep equally many."""
+
+
+class Pool(NamedTuple):
+    """What a replica may draw from, and nothing else.
+
+    `fabric`: None for a replica on one node. `gpu_class`: None for one without GPUs. `build`: what every shard of a
+    gang runs, since builds do not understand one another; None for a replica on one node, which takes the node's best.
+    """
+
+    fabric: str | None
+    gpu_class: str | None
+    build: str | None
+
+
+class Cards(NamedTuple):
+    """One class of GPUs on one node. `total`: of that class; `fitting`: of these with memory enough; `free`: of those.
+
+    `keeper`: what keeps most of the fitting ones that are not free, None when all are free.
+    """
+
+    gpu_class: str
+    total: int
+    fitting: int
+    free: int
+    keeper: Constraint | None
+
+
+class Admission(NamedTuple):
+    """What a node has for a profile, before it is asked how much of it is left.
+
+    `builds`: ids of the builds it would run, best first; one None for an agent too old to say. `fabrics`: empty for a
+    profile that spans no nodes. `cards`: by class, empty for a profile that takes no GPUs.
+    """
+
+    builds: tuple[str | None, ...]
+    fabrics: tuple[str, ...] = ()
+    cards: tuple[Cards, ...] = ()
+
+    def pools(self, profile: Profile) -> list[Pool]:
+        """The pools that a node with room offers itself to."""
+        count = profile.gpus_per_node
+        classes = [each.gpu_class for each in self.cards if each.free >= count] if count else [None]
+        if profile.nodes == 1:
+            return [Pool(None, each, None) for each in classes]
+        return [Pool(fabric, each, build) for fabric in self.fabrics for each in classes for build in self.builds]
+
+
+def judge(node: NodeInventory, profile: Profile, wish: EngineSpec | None) -> Admission | Refusal:
+    """The filters in their order: why the node can't take a shard, or what it has for one.
+
+    That a gang finds companions is judged over all nodes (`lonely`).
+    """
+    found = admit(node, profile, wish)
+    if isinstance(found, Refusal):
+        return found
+    return _gpus(node, profile, found.cards) or _memory(node, profile) or found
+
+
+def admit(node: NodeInventory, profile: Profile, wish: EngineSpec | None) -> Admission | Refusal:
+    """The filters that ask neither how many GPUs nor how much memory, so that their answers serve many profiles."""
+    if (refusal := _standing(node, profile)) is not None:
+        return refusal
+    builds = _builds(node, profile, wish)
+    if isinstance(builds, Refusal):
+        return builds
+    fabrics: tuple[str, ...] = ()
+    if profile.nodes > 1:
+        if (refusal := _company(node, profile, builds)) is not None:
+            return refusal
+        fabrics = tuple(sorted(each.name for each in (node.facts.fabrics if node.facts is not None else ())))
+    if profile.gpus_per_node == 0:
+        return Admission(builds, fabrics)
+    if node.gpus is None:
+        return _refusal(node, profile, Constraint.GPU_UNKNOWN, "does not know its GPUs")
+    cards = cards_of(node.gpus, profile)
+    if profile.gpu_class is not None and not cards:
+        has = named(node.gpus) or "no GPU"
+        return _refusal(node, profile, Constraint.GPU_CLASS, f"has {has}, needs {profile.gpu_class}")
+    return Admission(builds, fabrics, cards)
+
+
+def _refusal(node: NodeInventory, profile: Profile, constraint: Constraint, detail: str) -> Refusal:
+    return Refusal(constraint=constraint, profile=profile.name, node=node.name, detail=clip(detail))
+
+
+# --- whether it may take anything, and which engine it would run ----------------------------------------------------
+
+
+def _standing(node: NodeInventory, profile: Profile) -> Refusal | None:
+    """Whether the node may take anything at all, whatever it has."""
+    if node.corrupt:
+        return _refusal(node, profile, Constraint.RECORD_CORRUPT, f"a record can't be read: {node.corrupt[0]}")
+    if node.liveness is not Liveness.READY or not node.present or node.facts is None:
+        known = "not known to be ready yet" if node.liveness is None else node.liveness.value
+        said = known if node.liveness is not Liveness.READY else "without its facts yet"
+        return _refusal(node, profile, Constraint.NOT_READY, said)
+    if node.cordon:
+        return _refusal(node, profile, Constraint.CORDONED, "is being drained" if node.drain else "is cordoned")
+    if node.flaws:
+        return _refusal(node, profile, Constraint.FACTS, node.flaws[0])
+    for key, wanted in sorted(profile.node_selector.items()):
+        has = node.labels.get(key)
+        if has != wanted:
+            said = f"has the label {key}={has}" if has is not None else f"has no label {key}"
+            return _refusal(node, profile, Constraint.SELECTOR, f"{said}, needs {key}={wanted}")
+    if node.shards >= SHARDS_PER_NODE_MAX:
+        return Refusal(
+            constraint=Constraint.SHARDS_MAX,
+            profile=profile.name,
+            node=node.name,
+            total=node.shards,
+            needed=1,
+            free=max(0, SHARDS_PER_NODE_MAX - node.shards),
+        )
+    return None
+
+
+def _builds(node: NodeInventory, profile: Profile, wish: EngineSpec | None) -> tuple[str | None, ...] | Refusal:
+    """The engine builds this node would run the profile with, best first; (None,): an agent too old to say.
+
+    Best is the wished version, then what was named on purpose, then what the node lists first: it lists what its
+    agent.yaml names before what it found.
+    """
+    engines = None if node.facts is None else node.facts.engines
+    if engines is None:
+        return (None,)
+    said = engines.notes.get(profile.engine, "")
+    if not engines.probed:
+        return _refusal(node, profile, Constraint.ENGINE_UNCHECKED, said)
+    builds = [build for build in engines.builds if build.engine == profile.engine]
+    if not builds:
+        return _refusal(node, profile, Constraint.ENGINE_MISSING, said or f"has no {profile.engine}")
+    if wish is None:
+        return tuple(build.id for build in sorted(builds, key=lambda build: not build.named))
+    wished = [build for build in builds if satisfies(build, wish)]
+    if not wished:
+        has = ", ".join(sorted(build.version for build in builds))
+        words = said or f"has {profile.engine} {has}, needs {wish.version}"
+        return _refusal(node, profile, Constraint.ENGINE_VERSION, words)
+    return tuple(build.id for build in sorted(wished, key=lambda build: build.version != wish.version))
+
+
+def satisfies(build: Build, wish: EngineSpec) -> bool:
+    """Whether a build is what people want: of that version, or named on purpose by whoever runs the node."""
+    return build.named or build.version == wish.version
+
+
+# --- gangs ----------------------------------------------------------------------------------------------------------
+
+
+def _company(node: NodeInventory, profile: Profile, builds: tuple[str | None, ...]) -> Refusal | None:
+    """Whether the node could be a member of a gang at all."""
+    if node.facts is None or not node.facts.fabrics:
+        said = f"is on no fabric; this profile spans {profile.nodes} nodes"
+        return _refusal(node, profile, Constraint.FABRIC, said)
+    if not node.address:
+        return _refusal(node, profile, Constraint.FACTS, "has no address at which other nodes could reach it")
+    if builds == (None,):
+        # Shards of different builds do not understand one another, and not known is not the same.
+        said = "its agent is too old to say which build it would run, and a gang needs one on all nodes"
+        return _refusal(node, profile, Constraint.ENGINE_UNCHECKED, said)
+    return None
+
+
+def lonely(node: str, profile: Profile, pools: Iterable[Pool], sizes: Mapping[Pool, int]) -> Refusal:
+    """Why a node that would do by itself is in no gang: its largest pool, and how many that one lacks.
+
+    Args:
+        node: its name.
+        profile: spans several nodes.
+        pools: those the node offers itself to.
+        sizes: how many nodes offer themselves to each pool.
+    """
+    best = max(sorted(pools, key=_spoken), key=lambda pool: sizes[pool])
+    what = f" with {profile.gpus_per_node} free {best.gpu_class}" if best.gpu_class is not None else ""
+    if any(each[:2] == best[:2] and each.build != best.build for each in sizes):
+        what += f"{' and' if what else ' with'} {best.build}"
+    said = f"fabric {best.fabric} has {sizes[best]} of the {profile.nodes} nodes{what} it needs"
+    return Refusal(
+        constraint=Constraint.GANG,
+        profile=profile.name,
+        node=node,
+        needed=profile.nodes,
+        free=sizes[best],
+        gpu_class=best.gpu_class,
+        detail=clip(said),
+    )
+
+
+def _spoken(pool: Pool) -> tuple[str, ...]:
+    """A pool as a sort key: no field is None in two pools of which one has it."""
+    return tuple(part or "" for part in pool)
+
+
+# --- GPUs and memory ------------------------------------------------------------------------------------------------
+
+
+def cards_of(slots: Iterable[GpuSlot], profile: Profile) -> tuple[Cards, ...]:
+    """The GPUs that count for a profile, by class."""
+    of_class: dict[str, list[GpuSlot]] = {}
+    for slot in slots:
+        if profile.gpu_class is None or slot.gpu_class == profile.gpu_class:
+            of_class.setdefault(slot.gpu_class, []).append(slot)
+    return tuple(_cards(gpu_class, of_class[gpu_class], profile) for gpu_class in sorted(of_class))
+
+
+def _cards(gpu_class: str, slots: list[GpuSlot], profile: Profile) -> Cards:
+    fitting = [slot for slot in slots if fits(slot, profile)]
+    kept = Counter(slot.taken for slot in fitting if slot.taken is not None)
+    keeper = max(_KEEPERS, key=lambda each: kept[each]) if kept else None
+    return Cards(gpu_class, len(slots), len(fitting), len(fitting) - kept.total(), keeper)
+
+
+def fits(slot: GpuSlot, profile: Profile) -> bool:
+    """Whether a GPU has the memory that is asked for.
+
+    Not known is not enough; of one that can't be had anyway it is not asked, so that what is wrong with it is said.
+    """
+    least = profile.gpu_memory_bytes
+    if least is None or (slot.memory_bytes is None and slot.taken is not None):
+        return True
+    return slot.memory_bytes is not None and slot.memory_bytes >= least
+
+
+def short_of(cards: tuple[Cards, ...], count: int) -> tuple[Constraint, Cards] | None:
+    """Why no class of a node has `count` free GPUs, and the class that comes nearest; None when one has."""
+    if any(each.free >= count for each in cards):
+        return None
+    if all(each.total < count for each in cards):
+        most = max(cards, key=lambda each: each.total, default=Cards("", 0, 0, 0, None))
+        return Constraint.GPU_COUNT, most
+    best = max(cards, key=lambda each: (each.fitting, each.free))
+    if best.fitting < count or best.keeper is None:
+        return Constraint.GPU_MEMORY, best
+    return best.keeper, best
+
+
+def _gpus(node: NodeInventory, profile: Profile, cards: tuple[Cards, ...]) -> Refusal | None:
+    """Whether one class of the node's GPUs has as many free as the profile takes."""
+    count = profile.gpus_per_node
+    if count == 0 or (short := short_of(cards, count)) is None:
+        return None
+    constraint, best = short
+    slots = node.gpus or ()
+    total, free = best.fitting, None if constraint is Constraint.GPU_MEMORY else best.free
+    holders: Counter[str] = Counter()
+    match constraint:
+        case Constraint.UNACCOUNTED:
+            return _refusal(node, profile, constraint, ", ".join(node.unaccounted[:HOLDERS_MAX]))
+        case Constraint.GPU_COUNT:
+            total, free, detail = best.total, None, named(slots)
+        case Constraint.GPU_MEMORY:
+            detail = f"has {named(slots)}, needs {count} with {format_bytes(profile.gpu_memory_bytes)} each"
+        case _:
+            kept = [s for s in slots if s.gpu_class == best.gpu_class and s.taken is not None and fits(s, profile)]
+            holders = Counter(slot.holder for slot in kept if slot.holder)
+            detail = _reasons(kept)
+    return Refusal(
+        constraint=constraint,
+        profile=profile.name,
+        node=node.name,
+        needed=count,
+        total=total,
+        free=free,
+        holders=bounded_holders(holders.items()),
+        gpu_class=best.gpu_class or None,
+        detail=clip(detail),
+    )
+
+
+def named(slots: Iterable[GpuSlot]) -> str:
+    """Which GPUs there are, for people: "1 × rtx-3090 (25.8 GB), 2 × rtx-3060 (12.9 GB)"; empty for none."""
+    kinds = Counter((slot.gpu_class, slot.memory_bytes) for slot in slots)
+    ranked = sorted(kinds.items(), key=lambda kind: (-(kind[0][1] or 0), kind[0][0]))
+    return ", ".join(
+        f"{count} × {gpu_class}" + ("" if memory is None else f" ({format_bytes(memory)})")
+        for (gpu_class, memory), count in ranked
+    )
+
+
+def _reasons(slots: Iterable[GpuSlot]) -> str:
+    """What keeps each GPU: "GPUs 0, 1 are claimed by x-ab12c; GPU 3: ECC fault"."""
+    told: dict[str, list[GpuSlot]] = {}
+    for slot in slots:
+        told.setdefault(slot.why, []).append(slot)
+    parts: list[str] = []
+    for why, alike in told.items():
+        names = f"GPU{'s' if len(alike) > 1 else ''} {', '.join(str(slot.index) for slot in alike)}"
+        verb = f" {'are' if len(alike) > 1 else 'is'} " if alike[0].taken is Constraint.GPU_CLAIMED else ": "
+        parts.append(f"{names}{verb}{why}")
+    return "; ".join(parts)
+
+
+def _memory(node: NodeInventory, profile: Profile) -> Refusal | None:
+    """Whether the memory the profile declares can still be promised here."""
+    needed, total, free = profile.memory_bytes, node.memory_total_bytes, node.free_bytes
+    if needed is None or total is None or free is None:
+        return None
+    if needed > total:
+        return Refusal(
+            constraint=Constraint.MEMORY_TOTAL, profile=profile.name, node=node.name, needed=needed, total=total
+        )
+    if node.unaccounted:
+        return _refusal(node, profile, Constraint.UNACCOUNTED, ", ".join(node.unaccounted[:HOLDERS_MAX]))
+    if needed <= free:
+        return None
+    holders = [(each.replica, each.claim.memory_bytes or 0) for each in node.holdings]
+    running = sorted(each.replica for each in node.unclaimed)
+    said = f"{format_bytes(node.unclaimed_bytes)} used without a claim by {', '.join(running)}" if running else ""
+    return Refusal(
+        constraint=Constraint.MEMORY,
+        profile=profile.name,
+        node=node.name,
+        needed=needed,
+        total=total,
+        free=max(0, free),
+        holders=bounded_holders((name, size) for name, size in holders if size > 0),
+        detail=clip(said),
+    )
+
+
+# --- what ranks a member of a gang ----------------------------------------------------------------------------------
+
+
+def claimed_gpus(node: NodeInventory) -> int:
+    """How many of a node's GPUs somebody holds."""
+    return sum(1 for slot in node.gpus or () if slot.holder)
+
+
+def claimed_bytes(node: NodeInventory) -> int:
+    """How much of a node's memory is promised, or used without a claim."""
+    return node.claimed_bytes + node.unclaimed_bytes
+
+
+def rate_gbps(node: NodeInventory, fabric: str | None) -> float:
+    """The rate at which a node is on a fabric; zero, so worst, where it is not known."""
+    fabrics = () if node.facts is None else node.facts.fabrics
+    return max((each.rate_gbps or 0.0 for each in fabrics if each.name == fabric), default=0.0)
