@@ -48,8 +48,8 @@ class GpuHealth(enum.Enum):
 class Gpu(Record, frozen=True, kw_only=True):
     """One GPU as the driver names it.
 
-    `foreign`: processes on it that are not ours, `foreign_bytes` what of its memory is used outside our engines; None
-    when that can't be told.
+    `foreign`: processes on it that are not ours, `foreign_bytes` what of its memory is used outside our engines, less
+    what the driver keeps for itself; None when that can't be told. `fault`: what is the matter, in the driver's words.
     """
 
     uuid: str
