@@ -21,6 +21,7 @@ from llmgw.core.lifecycle import is_frozen, is_live
 from llmgw.core.liveness import LOST_PERIOD_S, LOST_SHARE
 from llmgw.core.node import Liveness
 from llmgw.core.replica import (
+    GONE,
     Assignment,
     Claim,
     Desired,
@@ -99,6 +100,8 @@ class _Before:
         self.orders: dict[str, Assignment | None] = {}
         self.fresh: set[str] = set()
         """Ids of replicas that nothing spoke of: no record, no order, no report."""
+        self.unordered: set[str] = set()
+        """Ids of replicas with a shard that nothing orders to run."""
         self.reported: dict[str, ShardReport | None] = {}
         self.states: dict[str, Liveness | None] = {}
         self.confirmed: set[str] = set()
@@ -129,7 +132,11 @@ class _Before:
                 if replica is not None:
                     self.routes[replica.model] = _routable(index, replica.model)
                 for shard in () if replica is None else replica.shards:
-                    self._note_shard(index, f"{shard.node}/{ref.name}.{shard.rank}")
+                    name = shard_name(shard.node, ref.name, shard.rank)
+                    self._note_shard(index, name)
+                    order = index.assignments.record(name)
+                    if order is None or order.desired is Desired.STOPPED:
+                        self.unordered.add(ref.name)
             case Kind.ASSIGNMENT:
                 self.orders[ref.name] = index.assignments.record(ref.name)
                 self._note_shard(index, ref.name)
@@ -214,7 +221,7 @@ class _Before:
             if (replica := after.replicas.record(name)) is not None:
                 yield from handout.placed(after, replica, lately)
         for name, old in self.orders.items():
-            if (order := after.assignments.record(name)) is not None:
+            if (order := after.assignments.record(name)) is not None and order != old:
                 yield from handout.ordered(after, name, old, order)
 
     def retired(self, after: Index, lately: Lately) -> Iterator[Violation]:
@@ -225,7 +232,7 @@ class _Before:
                 continue
             if self.restoring and self._restoring(after):
                 yield Violation(number=6, what=f"{name} was retired before all nodes had reported")
-            elif new is not None and not _justified(after, lately, new):
+            elif new is not None and not _justified(after, lately, new, unordered=name in self.unordered):
                 why = "nothing" if new.retire is None else new.retire.value
                 yield Violation(number=6, what=f"{name} was retired for {why}, which does not hold")
         for model, count in self.routes.items():
@@ -287,7 +294,7 @@ _MAY_EMPTY: Final = frozenset({Retire.ROLLED, Retire.FAILED, Retire.UNKNOWN})
 """Why the last route of a wanted model may go: it failed, or a rollout has no room for two."""
 
 
-def _justified(index: Index, lately: Lately, replica: Replica) -> bool:
+def _justified(index: Index, lately: Lately, replica: Replica, *, unordered: bool) -> bool:
     """Whether the reason a replica was retired for is true of the tree."""
     states = [index.node_states.record(shard.node) for shard in replica.shards]
     names = [shard_name(shard.node, replica.id, shard.rank) for shard in replica.shards]
@@ -299,8 +306,11 @@ def _justified(index: Index, lately: Lately, replica: Replica) -> bool:
             return failed or any(
                 _declared_gone(index, each.node) or _lost_gpu(index, lately, each) for each in replica.shards
             )
-        case Retire.UNKNOWN | Retire.ROLLED:
-            return True
+        case Retire.UNKNOWN:
+            reports = [index.reports.record(name) for name in names]
+            return unordered or any(report is not None and report.phase in GONE for report in reports)
+        case Retire.ROLLED:
+            return _outdated(index, lately, replica)
         case Retire.REPLACED:
             return any(state is not None and state.liveness is Liveness.LOST for state in states)
         case Retire.DRAINED:
@@ -313,6 +323,15 @@ def _justified(index: Index, lately: Lately, replica: Replica) -> bool:
             live = [index.replicas.record(each) for each in index.replicas_of.get(replica.model, ())]
             left = sum(1 for each in live if each is not None and is_live(each))
             return any(spec is not None and left >= spec.scaling.min for spec in lately.models(index, replica.model))
+
+
+def _outdated(index: Index, lately: Lately, replica: Replica) -> bool:
+    """Whether another launch is wanted than the replica's, or another version of its engine."""
+    specs = [spec for spec in lately.models(index, replica.model) if spec is not None]
+    if any(all(launch_hash(spec, each) != replica.launch for each in spec.profiles) for spec in specs):
+        return True
+    version = None if replica.build is None else replica.build.partition("@")[2].partition("+")[0]
+    return any(wish is not None and wish.version != version for wish in lately.engines(index, replica.engine))
 
 
 def _lost_gpu(index: Index, lately: Lately, shard: ReplicaShard) -> bool:

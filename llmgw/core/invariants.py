@@ -73,7 +73,7 @@ def check(index: Index, *, around: Iterable[Ref] | None = None) -> list[Violatio
     found: list[Violation] = []
     for replica in (index.replicas.record(each) for each in sorted(replicas)):
         if replica is not None:
-            found += _shape(index, replica)
+            found += _shape(replica)
             found += _bounded(f"the receipt of {replica.id}", replica.receipt)
             nodes |= {shard.node for shard in replica.shards}
     for node in sorted(nodes):
@@ -86,7 +86,7 @@ def check(index: Index, *, around: Iterable[Ref] | None = None) -> list[Violatio
     return found
 
 
-def _shape(index: Index, replica: Replica) -> Iterator[Violation]:
+def _shape(replica: Replica) -> Iterator[Violation]:
     """A replica by itself: its ranks, each on a node of its own, and for a gang a fabric.
 
     What its claims were good for is judged when they appear (`llmgw.core.handout`): a node may say other things later.
