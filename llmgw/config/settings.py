@@ -55,6 +55,7 @@ class ControllerConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=
     lost_after_s: how long a node stays Unreachable before a replacement is asked for.
     pass_interval_s: least time between two passes; changes are coalesced for so long.
     full_pass_s: how often everything is looked at, dirty or not.
+    scale_every_s: how often the models' load is sampled. Source: 15 s is the period of Kubernetes' HPA.
     """
 
     etcd: EtcdConfig = EtcdConfig()
@@ -68,6 +69,7 @@ class ControllerConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=
     lost_after_s: float = 300.0
     pass_interval_s: float = 0.1
     full_pass_s: float = 600.0
+    scale_every_s: float = 15.0
     backoff_base_s: float = 5.0
     backoff_max_s: float = 300.0
     log_format: str = "text"
@@ -98,7 +100,8 @@ class AgentConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True)
     share: the part of the machine's (or cgroup's) memory and CPUs that is this node's; `llmgw dev` gives each of its N
     nodes 1/N, so that nothing is handed out twice.
     engine_ports: an inclusive range, outside the ephemeral range.
-    listen, gang_ports: accepted and judged, and not used yet: the agent serves nothing, and no replica spans nodes.
+    gang_ports: an inclusive range for what the members of a replica that spans nodes open to each other.
+    listen: accepted and judged, and not used yet: the agent serves nothing.
     port_rest_s: how long a freed port rests before another replica gets it.
     on_exit: `keep` lets engines outlive the agent, `stop` ends them with it (for `llmgw dev`).
     gateway_wait_s: after a stop order, how long gateways get to see it before the engine may be stopped.

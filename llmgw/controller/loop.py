@@ -15,8 +15,11 @@ import anyio.lowlevel
 import msgspec
 
 from llmgw.config import ControllerConfig
-from llmgw.controller.commit import ELECTION, HEAD, META, Committed, Committer
+from llmgw.controller.commit import Committed, Committer
+from llmgw.controller.footing import RETRY_S, Footing
+from llmgw.controller.load import Sampler
 from llmgw.core.ids import Ids
+from llmgw.core.live import LoadView
 from llmgw.core.liveness import observe
 from llmgw.core.plan import Plan, Settings, View
 from llmgw.core.reconcile import due, reconcile
@@ -31,10 +34,7 @@ from llmgw.store.election import Term, check_durations, lead
 from llmgw.store.follow import Jitter, ungrouped
 from llmgw.store.incarnation import HighWater
 from llmgw.store.mirror import Mirror, mirror
-from llmgw.store.port import KeyValue, Store
-
-RETRY_S: Final = 1.0
-"""Pause after a commit or a read of the leader failed, and before standing again after a lost term."""
+from llmgw.store.port import Store
 
 STAND_AGAIN_S: Final = 3.0
 """Pause, on average, before standing again after the store failed us outside a term."""
@@ -112,13 +112,14 @@ async def control(
                                 high_water=high_water,
                                 wall=wall,
                                 ids=ids,
+                                jitter=jitter,
                                 status=status,
                                 decide=decide,
                             )
                             try:
                                 await reign.run()
                             finally:
-                                status.term = None
+                                status.term, status.load = None, None
                     except LostTerm as error:
                         log.warning("no longer leading", extra={"fields": {"why": error.why}})
                         await anyio.sleep(RETRY_S * (0.5 + jitter()))
@@ -154,11 +155,12 @@ class Reign:
         high_water: HighWater,
         wall: WallClock,
         ids: Ids,
+        jitter: Jitter,
         status: ControllerStatus,
         decide: Decide,
     ) -> None:
-        self._store, self._config, self._term, self._mirror = store, config, term, mirror
-        self._high_water, self._wall, self._ids, self._status = high_water, wall, ids, status
+        self._config, self._term, self._mirror = config, term, mirror
+        self._wall, self._ids, self._status = wall, ids, status
         self._decide, self._settings = decide, settings(config)
         self._view = View(won_mono_s=anyio.current_time())
         self._dirty = Dirty(everything=True)
@@ -166,137 +168,55 @@ class Reign:
         self._wake_mono_s: dict[tuple[str, str], float] = {}
         self._wake_next_s = self._full_s = 0.0
         self._earliest_s = 0.0
-        self._resets = dict(mirror.resets)
-        self._meta_rev = 0
         self._moment: Now | None = None
+        self._pause: anyio.CancelScope | None = None
+        self._footing = Footing(store, term=term, mirror=mirror, high_water=high_water, ids=ids)
+        self._sampler = Sampler(
+            store,
+            mirror.index,
+            every_s=config.scale_every_s,
+            relist_s=config.etcd.relist_s,
+            lost_after_s=config.lost_after_s,
+            wall=wall,
+            jitter=jitter,
+            sampled=self._sampled,
+        )
 
     async def run(self) -> None:
         """Passes until cancelled. Raises: LostTerm; StoreError when a restored store could not be marked as one."""
-        committer = await self._begin()
-        await self._look_afresh()
-        while True:
-            await anyio.lowlevel.checkpoint()
-            await self._caught_up(committer.head_rev)
-            cause = await self._due()
-            await self._pass(committer, cause)
-
-    # --- beginning, and knowing where we are ---
-
-    async def _begin(self) -> Committer:
-        """Read what this reign stands on, linearizably. A store that went back in time becomes another one."""
-        found, went_back = await self._read()
-        election, meta = found.get(ELECTION), found.get(META)
-        if election is None or election.create_revision != self._term.number:
-            raise LostTerm("the election key is not ours")
-        if meta is None:
-            raise LostTerm("meta/store is gone")
-        self._meta_rev = meta.mod_revision
-        if went_back:
-            replaced = await incarnation.replace(
-                self._store, self._ids, term=self._term.number, old=meta, high_water=self._high_water
-            )
-            if replaced is None:
-                raise LostTerm("somebody else changed the store's incarnation")
-            self._meta_rev = replaced
-        return Committer(
-            self._store,
-            term=self._term.number,
-            meta_rev=self._meta_rev,
-            head=found.get(HEAD),
-            high_water=self._high_water,
-        )
-
-    async def _read(self) -> tuple[dict[str, KeyValue], bool]:
-        """The keys of the fence, linearizably, however long it takes; and whether the store went back in time."""
-        while True:
-            mark = self._high_water.mark()
-            try:
-                listing = await self._store.list([ELECTION, META, HEAD])
-            except StoreError as error:
-                log.warning("can't read what the term stands on", extra={"fields": {"why": str(error)}})
-                await anyio.sleep(RETRY_S)
-                continue
-            found = {item.key: item for item in listing.items}
-            try:
-                self._high_water.see(found.get(META), listing.revision, mark=mark)
-            except WentBack as error:
-                log.warning("the store went back in time", extra={"fields": {"seen": error.seen, "got": error.got}})
-                return found, True
-            return found, False
-
-    async def _look_afresh(self) -> None:
-        """List everything once at the beginning of a reign. Raises: LostTerm.
-
-        The mirror of one who stood by may lack what its watch lost (some etcd releases do), or have followed two stores
-        as if they were one, and no revision would tell. While leading, all of plan/ is our own writing.
-        """
-        listed = sum(self._mirror.resets.values())
-        while sum(self._mirror.resets.values()) == listed:
-            changes = self._mirror.changes
-            self._mirror.start_over()
-            await self._mirror.wait_changed(changes)
-
-    async def _caught_up(self, head_rev: int) -> None:
-        """Until the mirror has applied our own election, the store's incarnation, and the head. Raises: LostTerm.
-
-        A revision alone proves nothing: a mirror that still shows a store from before its restore has seen higher ones.
-        Only with our election and our incarnation in it are its revisions those of this store.
-        """
-        while True:
-            changes = self._mirror.changes
-            await self._judge()
-            head = self._mirror.index.head
-            if self._same_store and (0 if head is None else head.mod_revision) >= head_rev:
-                return
-            if self._has_our_election and self._mirror.revision >= self._meta_rev and not self._same_store:
-                self._mirror.start_over()  # it followed two stores as if they were one
-            await self._mirror.wait_changed(changes)
-
-    @property
-    def _has_our_election(self) -> bool:
-        row = self._mirror.index.leader
-        return row is not None and row.create_revision == self._term.number
-
-    @property
-    def _same_store(self) -> bool:
-        """Revisions of two stores may be the same by chance; the incarnation's name is not."""
-        meta = self._mirror.index.meta
-        return (
-            self._has_our_election
-            and meta is not None
-            and meta.mod_revision == self._meta_rev
-            and self._mirror.incarnation == self._high_water.incarnation
-        )
-
-    async def _judge(self) -> None:
-        """Whether this is still the store that the term began with. Raises: LostTerm.
-
-        A mirror that had to list again may have met a restored store; only a linearizable read can tell.
-        """
-        if self._mirror.resets != self._resets:
-            _, went_back = await self._read()
-            self._resets = dict(self._mirror.resets)
-            if went_back:
-                raise LostTerm("the store went back in time")
-        meta = self._mirror.index.meta
-        if self._has_our_election and (meta is None or meta.mod_revision > self._meta_rev):
-            raise LostTerm("the store's incarnation was changed")
-        if self._same_store:
-            self._high_water.reached(self._mirror.revision)
+        committer = await self._footing.begin()
+        await self._footing.look_afresh()
+        with ungrouped():
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._sampler.run)
+                while True:
+                    await anyio.lowlevel.checkpoint()
+                    await self._footing.caught_up(committer.head_rev)
+                    cause = await self._due()
+                    await self._pass(committer, cause)
 
     # --- one pass ---
 
     async def _due(self) -> str:
         """Until a pass is due; returns its cause. Changes are gathered for at least the pass interval."""
         while True:
-            await self._judge()
+            await self._footing.judge()
             moment = anyio.current_time()
             cause, due_s = self._next()
             due_s = max(due_s, self._earliest_s)
             if due_s <= moment:
                 return cause
-            with anyio.CancelScope(deadline=due_s):
+            with anyio.CancelScope(deadline=due_s) as self._pause:
                 await self._mirror.wait_changed(self._mirror.changes)
+            self._pause = None
+
+    def _sampled(self, load: LoadView, models: set[str]) -> None:
+        """Load was sampled. What it moves is due at once; a sample that moves nothing wakes nobody."""
+        self._view = msgspec.structs.replace(self._view, load=load)
+        self._status.load = load
+        self._dirty.models |= models
+        if models and self._pause is not None:
+            self._pause.cancel()
 
     def _next(self) -> tuple[str, float]:
         """Why and when the next pass is due, as things stand."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
+from llmgw.core.live import LoadView
 from llmgw.core.record import Leader
 from llmgw.core.snapshot import Index, Kind, Ref
 
@@ -79,7 +80,8 @@ class ControllerStatus:
     `renew_within_s`: a leader whose last good keepalive is older is not renewing. `term` None: does not lead; `mirror`,
     `store` None: not connected yet. Counters are since the start of the process: `terms` won, `passes` by what they did
     (`wrote`, `idle`), `commits` by outcome (`landed`, `conflict`, `failed`), `rejected` groups that no transaction can
-    hold, `writes` groups landed by cause. `pass_s`: seconds spent deciding, in all.
+    hold, `writes` groups landed by cause. `pass_s`: seconds spent deciding, in all. `load`: what was sampled of the
+    models' load in this term; None before the first sample, and while it does not lead.
     """
 
     leader: Leader
@@ -93,6 +95,7 @@ class ControllerStatus:
     writes: dict[str, int] = field(default_factory=dict)
     rejected: int = 0
     pass_s: float = 0.0
+    load: LoadView | None = None
 
     def unhealthy(self, mono_s: float) -> str | None:
         """Why this controller needs attention at `mono_s`, None when it does not. A standby is healthy."""
