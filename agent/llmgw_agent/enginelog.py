@@ -67,6 +67,22 @@ def prune(root: Path, *, keep: Collection[str]) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
+def read_on(directory: Path, since: int) -> tuple[int, bool]:
+    """Where the current log ends now, and whether the engine wrote anything of its own behind `since`, a former end.
+
+    Lines about `/health` answer our own probes and tell nothing of the engine. What can't be read tells nothing either.
+    """
+    try:
+        with (directory / CURRENT).open("rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            start = since if since <= end else 0  # it was cut, or is another one
+            file.seek(max(start, end - TAIL_BYTES))
+            lines = re.split(rb"[\r\n]", file.read(end - start))
+    except OSError:
+        return since, False
+    return end, any(line.strip() and b"/health" not in line for line in lines)
+
+
 def last_words(directory: Path) -> str:
     """The last line of the current log that says anything, without keys and control characters; empty if none does."""
     try:

@@ -83,6 +83,7 @@ def build_facts(
             Fabric(name=item.name, rate_gbps=item.rate_gbps, hcas=item.hcas, ifname=item.ifname)
             for item in config.fabrics
         ),
+        gang_ports=config.gang_ports,
         engines=engines,
         weights=weights,
         warnings=tuple(warnings),

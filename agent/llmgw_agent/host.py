@@ -61,11 +61,14 @@ class Look(msgspec.Struct, frozen=True, kw_only=True):
     """What is left of a shard's tree. `alive`: the main process; `left`: live processes in all, it included.
 
     `left` is exact only when the whole tree was asked for. `exit`: how the main process ended, in words, once it did.
+    `progress`: a count that grows when the engine visibly gets on (its log, its memory); None: that was not looked at,
+    or can't be told.
     """
 
     alive: bool
     left: int
     exit: str = ""
+    progress: int | None = None
 
 
 class Purpose(enum.Enum):

@@ -36,6 +36,7 @@ from llmgw_agent.engines.launch import MARK, PORT, Launch, NodeView
 from llmgw_agent.exit import exit_words
 from llmgw_agent.facts import Machine, build_facts, look_at_machine, threads
 from llmgw_agent.host import Found, Launched, Loaded, Look, Probe, Purpose, StartFailed
+from llmgw_agent.progress import Progress
 from llmgw_agent.state import Process, SavedState
 
 LOCK: Final = "agent.lock"
@@ -123,6 +124,7 @@ class LinuxHost:
         """Shard -> (pid, started) of processes seen to be of its tree."""
         self._learning = threading.Lock()
         """Held while `_known` of a shard is renewed from itself, so that no two threads forget each other's finds."""
+        self._progress: dict[str, Progress] = {}
         self._signalled: set[str] = set()
         self._oom_kills: dict[str, int | None] = {}
         self._warned: tuple[str, ...] = ()
@@ -222,7 +224,7 @@ class LinuxHost:
         entry = proc.read(child.pid)
         if entry is None:  # not even a zombie: somebody else reaps our children
             raise StartFailed("the engine was gone at once")
-        self._known[shard] = {entry.key}
+        self._known[shard], self._progress[shard] = {entry.key}, Progress()
         return Process(pid=child.pid, started=entry.started, boot_id=self.boot_id, mark=mark)
 
     async def look(self, shard: str, process: Process | None, *, whole: bool) -> Look:
@@ -243,10 +245,11 @@ class LinuxHost:
         self._bury()
         alive = process is not None and (process.pid, process.started) in members
         words = "" if alive else self._exit_words(shard, process)
+        steps = self._progress.setdefault(shard, Progress()).look(self._logs(shard), [pid for pid, _ in members])
         if not members:
-            self._known.pop(shard, None)
-            self._children.pop(shard, None)
-        return Look(alive=alive, left=len(members), exit=words)
+            for known in (self._known, self._children, self._progress):
+                known.pop(shard, None)
+        return Look(alive=alive, left=len(members), exit=words, progress=steps)
 
     def _lives(self, shard: str, process: Process) -> bool:
         """A process once proved ours stays ours while number and start time do: some rewrite their environment."""

@@ -6,6 +6,7 @@ which holds it against the transition table.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,6 +28,13 @@ TERM_OTHER_S: Final = 10.0
 
 ROOM_AGAIN_S: Final = 0.5
 """How often a shard that has no port or no room yet looks again, seconds."""
+
+BUDGETS_MAX: Final = 6
+"""How many start budgets a load gets in all while it visibly gets on: an hour by default. Some engines write lines for
+ever and never get ready."""
+
+PROGRESS_S: Final = 10.0
+"""How often progress is looked for while an engine loads, seconds; at least four times a budget."""
 
 STORY_LEN_MAX: Final = 500
 
@@ -92,6 +100,7 @@ class Machine:
         if problem is None and port is None:
             problem = self._ports.explain(used, self._now)
         if problem is not None or port is None:
+            self._dirty = self._dirty or shard.reason != problem
             shard.reason = problem or ""
             shard.due_mono_s = self._now.mono_s + ROOM_AGAIN_S
             return
@@ -103,8 +112,34 @@ class Machine:
 
     def _load(self, shard: Shard, why: str) -> None:
         """Its process is there; it has its start budget to do real work."""
-        self._go(shard, Stage.LOADING, why, due_s=start_s(shard))
-        shard.probe_mono_s = self._now.mono_s
+        self._go(shard, Stage.LOADING, why)
+        shard.probe_mono_s = shard.progress_mono_s = self._now.mono_s
+        shard.weigh_mono_s = self._now.mono_s + progress_every_s(shard)
+        self._budget(shard)
+
+    def _budget(self, shard: Shard) -> None:
+        """A load ends when it has shown nothing for its start budget, or took as many as any load gets."""
+        budget_s = start_s(shard)
+        shard.due_mono_s = min(shard.progress_mono_s + budget_s, shard.stage_mono_s + BUDGETS_MAX * budget_s)
+
+    def _got_on(self, shard: Shard) -> None:
+        """A load was seen to make progress: its budget counts anew."""
+        took_s, budget_s = self._now.mono_s - shard.stage_mono_s, start_s(shard)
+        shard.progress_mono_s = self._now.mono_s
+        more = min(BUDGETS_MAX - 1, math.ceil(took_s / budget_s)) if budget_s > 0 else 0
+        if more > shard.extended:
+            shard.extended, self._dirty = more, True
+        self._budget(shard)
+
+    def _too_slow(self, shard: Shard) -> str:
+        """Why a load is given up."""
+        budget_s = start_s(shard)
+        said = f": {shard.detail}" if shard.detail else ""
+        if not shard.extended:
+            return f"not ready within {budget_s:g} s{said}"
+        if self._now.mono_s >= shard.stage_mono_s + BUDGETS_MAX * budget_s:
+            return f"not ready within {BUDGETS_MAX} times {budget_s:g} s, although it went on loading{said}"
+        return f"stopped loading: nothing new for {budget_s:g} s{said}"
 
     def _crash(self, shard: Shard, why: str) -> None:
         """Its own failure: again in place, up to the attempts it has; a gang fails as a whole."""
@@ -169,6 +204,11 @@ class Machine:
 def start_s(shard: Shard) -> float:
     """The start budget of a shard, seconds."""
     return 0.0 if shard.order is None else shard.order.start_s
+
+
+def progress_every_s(shard: Shard) -> float:
+    """How often progress of its load is looked for, seconds."""
+    return min(PROGRESS_S, start_s(shard) / 4)
 
 
 def _contradiction(shard: Shard, *, attempts_max: int) -> str | None:

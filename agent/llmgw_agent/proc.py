@@ -20,6 +20,7 @@ from llmgw_agent.state import Process
 
 PROC: Final = Path("/proc")
 ENVIRON_BYTES_MAX: Final = 2**20
+PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,6 +86,14 @@ def port_of(pid: int) -> int | None:
     """The port its engine was started with."""
     text = environ(pid).get(PORT, "")
     return int(text) if text.isdecimal() else None
+
+
+def memory_bytes(pid: int) -> int:
+    """The resident memory of a process, shared pages included; 0 without one. Source: proc(5), /proc/PID/statm."""
+    try:
+        return int((PROC / str(pid) / "statm").read_text().split()[1]) * PAGE_BYTES
+    except OSError:
+        return 0
 
 
 def is_it(process: Process, *, boot: str) -> bool:

@@ -15,10 +15,11 @@ from llmgw.config import AgentConfig
 from llmgw.core.units import Now
 from llmgw_agent.event import Restored
 from llmgw_agent.host import Found
-from llmgw_agent.shard import GONE, Shard, Stage
+from llmgw_agent.shard import GONE, Shard, Stage, in_gang
 from llmgw_agent.state import SavedShard
 
 _STAGES: Final = {stage.value: stage for stage in Stage}
+_UNSEEN: Final = "ended while no agent watched"
 
 
 def restore(event: Restored, *, boot_id: str, now: Now, config: AgentConfig) -> list[Shard]:
@@ -49,7 +50,8 @@ def _older(entry: SavedShard, found: list[Found]) -> SavedShard:
     """
     if not found:
         over = entry.stop or entry.order is None or entry.stage in (Stage.STOPPED.value, Stage.FAILED.value)
-        stage = Stage.STOPPED if over else Stage.HELD
+        began = entry.stage not in (Stage.HELD.value, Stage.WAITING.value)
+        stage = Stage.STOPPED if over else Stage.FAILED if began and in_gang(entry.order) else Stage.HELD
         return msgspec.structs.replace(entry, stage=stage.value, process=None, incarnation=None)
     main = min(found, key=lambda item: item.process.started)
     port = entry.port if main.port is None else main.port
@@ -84,7 +86,7 @@ def _restore(entry: SavedShard, found: list[Found], *, boot_id: str, now: Now, c
         # The main process is gone, the rest of its tree is not.
         shard.stage, shard.after = Stage.KILLING, stage if stage in GONE else _next(shard)
         if stage not in GONE:
-            _lost(shard, "ended while no agent watched", config=config)
+            _lost(shard, _UNSEEN, config=config)
     elif stage in (Stage.HELD, Stage.WAITING, Stage.STOPPED, Stage.FAILED):
         shard.stage = stage
     else:
@@ -114,6 +116,7 @@ def _adopt(shard: Shard, entry: SavedShard, stage: Stage | None, *, now: Now, co
             shard.stage, shard.after = Stage.KILLING, _next(shard)
         case _:
             shard.stage, shard.due_mono_s = Stage.LOADING, now.mono_s + order_start_s
+            shard.progress_mono_s = now.mono_s
 
 
 def _gone(shard: Shard, entry: SavedShard, *, boot_id: str, now: Now, config: AgentConfig) -> None:
@@ -124,12 +127,15 @@ def _gone(shard: Shard, entry: SavedShard, *, boot_id: str, now: Now, config: Ag
     elif shard.order is None:
         # What it was is not known here. If the store has its order it starts again, if not it is forgotten.
         shard.stage, shard.reason = Stage.HELD, "its process is gone, and its order is not known yet"
+    elif shard.gang:
+        # Its peers have lost it, whatever the cause: only a new gang will do.
+        shard.stage, shard.reason = Stage.FAILED, "the machine was restarted" if rebooted else _UNSEEN
     elif rebooted or entry.stage in (Stage.LAUNCHING.value, Stage.TERMINATING.value, Stage.KILLING.value):
         shard.stage = Stage.WAITING
         shard.reason = "the machine was restarted" if rebooted else shard.reason
     else:
         shard.stage = Stage.WAITING
-        _lost(shard, "ended while no agent watched", config=config)
+        _lost(shard, _UNSEEN, config=config)
         if shard.after is Stage.FAILED:
             shard.stage, shard.after = Stage.FAILED, None
         else:
@@ -147,10 +153,13 @@ def _lost(shard: Shard, why: str, *, config: AgentConfig) -> None:
 
 
 def _next(shard: Shard) -> Stage:
-    """Without an order, and never told to stop, it has failed: stopped is final, so nobody would build it anew."""
+    """Without an order, and never told to stop, it has failed: stopped is final, so nobody would build it anew.
+
+    So has a part of a gang: it is never started twice.
+    """
     if shard.stop:
         return Stage.STOPPED
-    return Stage.FAILED if shard.order is None else Stage.WAITING
+    return Stage.FAILED if shard.order is None or shard.gang else Stage.WAITING
 
 
 def _same(item: Found, entry: SavedShard) -> bool:

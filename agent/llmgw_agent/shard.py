@@ -85,8 +85,9 @@ class Shard:
     """One shard. Moments named `_mono_s` are on the agent's monotonic clock and mean nothing after a restart.
 
     `order_rev`: mod_revision of `order` in the store, 0 while unassigned. `stop`: it was once told to stop, which is
-    final. `detail`: what a loading engine said last. `after`: what follows when the tree is gone. `due_mono_s`: when
-    the stage changes by itself.
+    final. `detail`: what was heard last of a loading engine, `words`: what it said last itself. `after`: what follows
+    when the tree is gone. `due_mono_s`: when the stage changes by itself. `progress`: the host's count of visible steps
+    of a load, `progress_mono_s`: when it last grew, `extended`: start budgets granted for it beyond the first.
     """
 
     name: str
@@ -105,6 +106,11 @@ class Shard:
     attempts: int = 0
     reason: str = ""
     detail: str = ""
+    words: str = ""
+    progress: int | None = None
+    progress_mono_s: float = 0.0
+    weigh_mono_s: float = 0.0
+    extended: int = 0
     after: Stage | None = None
     due_mono_s: float | None = None
     stage_mono_s: float = 0.0
@@ -125,13 +131,14 @@ class Shard:
     @property
     def gang(self) -> bool:
         """Whether it is part of a multi-node replica, which fails as a whole."""
-        return self.order is not None and (self.order.gang is not None or self.order.launch.nodes > 1)
+        return in_gang(self.order)
 
     def forget_engine(self) -> None:
         """Nothing is left of the incarnation that ran."""
         self.process = self.incarnation = None
         self.context = self.slots = None
-        self.detail = ""
+        self.detail = self.words = ""
+        self.progress, self.extended = None, 0
         self.silent_mono_s = None
         self.looking = self.probing = False
 
@@ -158,6 +165,7 @@ class Shard:
             context=self.context,
             slots=self.slots,
             attempts=self.attempts,
+            extended=self.extended if self.stage is Stage.LOADING else 0,
             reason=self.reason,
         )
 
@@ -180,6 +188,11 @@ class Shard:
             reason=self.reason,
             phase_at=self.phase_at,
         )
+
+
+def in_gang(order: Assignment | None) -> bool:
+    """Whether an order is one of several for a replica that spans nodes."""
+    return order is not None and (order.gang is not None or order.launch.nodes > 1)
 
 
 def wants_stop(order: Assignment | None) -> bool:

@@ -16,7 +16,7 @@ from llmgw.core.replica import Desired, ShardReport
 from llmgw.core.units import Now
 from llmgw_agent import event as ev
 from llmgw_agent.host import Loading, Look, Purpose, Silent, Working, Wrong
-from llmgw_agent.machine import Machine
+from llmgw_agent.machine import Machine, progress_every_s
 from llmgw_agent.restore import restore
 from llmgw_agent.shard import ALIVE, GONE, Shard, Stage, wants_stop
 from llmgw_agent.state import SavedState
@@ -63,6 +63,8 @@ class Supervisor(Machine):
         self._save_mono_s: float | None = None
         self.lease = 0
         """Of the session held last, 0 for none."""
+        self.changes = 0
+        """How often what is saved or reported may have become another; it only grows."""
 
     @property
     def quiet(self) -> bool:
@@ -110,6 +112,7 @@ class Supervisor(Machine):
             self._dirty, self._save_mono_s = True, None
         if self._dirty:
             self._dirty = False
+            self.changes += 1
             self._out.insert(0, ev.SaveState(state=self.saved()))
         return self._out
 
@@ -163,6 +166,8 @@ class Supervisor(Machine):
                 if order.assignment is not None:
                     shard.order, shard.order_rev = order.assignment, order.rev
             self._dirty = self._dirty or before != (shard.assigned, shard.order_rev, shard.order)
+            if shard.stage is Stage.LOADING:
+                self._budget(shard)  # it may have been given another
             # Nothing of it runs, or ever ran: without an order there is nothing left to report.
             idle = shard.stage is Stage.HELD or (shard.stage is Stage.WAITING and shard.port is None)
             if not shard.assigned and (idle or shard.stage in GONE):
@@ -192,7 +197,8 @@ class Supervisor(Machine):
             shard.reason = ""
             self._load(shard, "found running, and now its order is known")
         elif shard.stage is Stage.FOUND:
-            self._end(shard, Stage.WAITING, "found running on a port nobody knows")
+            after = Stage.FAILED if shard.gang else Stage.WAITING
+            self._end(shard, after, "found running on a port nobody knows")
 
     def _stop(self, shard: Shard) -> None:
         if shard.stop:
@@ -215,7 +221,8 @@ class Supervisor(Machine):
         why = "the agent exits and takes its engines along"
         for _, shard in sorted(self.shards.items()):
             if shard.stage in (Stage.LOADING, Stage.READY, Stage.FOUND):
-                self._terminate(shard, Stage.WAITING, why)
+                shard.reason = why if shard.gang else shard.reason
+                self._terminate(shard, Stage.FAILED if shard.gang else Stage.WAITING, why)
             elif shard.stage in (Stage.LEAVING, Stage.DRAINING):
                 self._terminate(shard, Stage.STOPPED, why)
 
@@ -241,7 +248,8 @@ class Supervisor(Machine):
     def _started(self, shard: Shard, event: ev.EngineStarted) -> None:
         shard.process, shard.build = event.process, event.build
         if shard.stop or self._exiting:
-            self._terminate(shard, Stage.STOPPED if shard.stop else Stage.WAITING, "told to stop while starting")
+            after = Stage.FAILED if shard.gang else Stage.WAITING
+            self._terminate(shard, Stage.STOPPED if shard.stop else after, "told to stop while starting")
             return
         self._load(shard, "its process is there")
         shard.look_mono_s = self._now.mono_s + LOOK_S
@@ -277,6 +285,10 @@ class Supervisor(Machine):
                 self._end(shard, Stage.STOPPED, f"ended before it was told to: {why}")
             else:
                 self._crash(shard, why)
+        elif shard.stage is Stage.LOADING and look.progress is not None:
+            if shard.progress is not None and look.progress > shard.progress:
+                self._got_on(shard)
+            shard.progress = look.progress
 
     def _tree_gone(self, shard: Shard, look: Look) -> None:
         why = look.exit or "no process of it is left"
@@ -296,7 +308,11 @@ class Supervisor(Machine):
                 shard.context, shard.slots, shard.reason = done.context, done.slots, ""
                 self._go(shard, Stage.READY, "did real work", due_s=self._config.stable_s if shard.attempts else None)
                 shard.probe_mono_s = now_s + PROBE_LIVE_S
-            case Stage.LOADING, _, Loading(detail=said) | Silent(why=said):
+            case Stage.LOADING, _, Loading(detail=said):
+                if shard.words not in ("", said):  # the same words again show nothing
+                    self._got_on(shard)
+                shard.detail = shard.words = said
+            case Stage.LOADING, _, Silent(why=said):
                 shard.detail = said
             case Stage.LOADING | Stage.READY, _, Wrong(reason=reason):
                 self._end(shard, Stage.FAILED, reason)
@@ -329,9 +345,7 @@ class Supervisor(Machine):
             case Stage.WAITING if not self._exiting and (due or shard.due_mono_s is None):
                 self._launch(shard)
             case Stage.LOADING if due:
-                budget_s = 0.0 if shard.order is None else shard.order.start_s
-                said = f": {shard.detail}" if shard.detail else ""
-                self._end(shard, Stage.FAILED, f"not ready within {budget_s:g} s{said}")
+                self._end(shard, Stage.FAILED, self._too_slow(shard))
             case Stage.READY if due:
                 shard.attempts, shard.due_mono_s, self._dirty = 0, None, True
             case Stage.LEAVING if due:
@@ -355,6 +369,8 @@ class Supervisor(Machine):
         if shard.stage in ALIVE and not shard.looking and now_s >= shard.look_mono_s:
             shard.looking = True
             whole = shard.stage in (Stage.TERMINATING, Stage.KILLING)
+            if shard.stage is Stage.LOADING and now_s >= shard.weigh_mono_s:
+                whole, shard.weigh_mono_s = True, now_s + progress_every_s(shard)
             self._out.append(
                 ev.LookAtTree(shard=shard.name, incarnation=shard.incarnation, process=shard.process, whole=whole)
             )
