@@ -13,10 +13,14 @@ import click
 from llmgw.cli.apply_text import left_alone, shown, summary
 from llmgw.cli.catalog_files import load_files
 from llmgw.cli.catalog_write import Progress, read_plan, write_plan
-from llmgw.cli.connection import Connection, store_options
+from llmgw.cli.connection import Connection, read_index, store_options
 from llmgw.cli.output import ReaderGone, say
-from llmgw.core.apply import Action
+from llmgw.core.apply import Action, ApplyPlan
+from llmgw.core.catalog import ModelSpec
 from llmgw.core.catalog_load import Loaded
+from llmgw.core.feasible import Doubt, doubts
+from llmgw.core.inventory import Inventory
+from llmgw.core.snapshot import Kind
 
 if TYPE_CHECKING:
     from llmgw.store.etcd import EtcdStore
@@ -54,6 +58,8 @@ async def _apply(store: EtcdStore, wanted: Loaded, progress: Progress, *, prune:
     teller = _Teller()
     for line in left_alone(plan, prune=prune):
         teller.tell(line, err=True)
+    for doubt in await _doubts(store, plan):
+        teller.tell(f"warning: {doubt}", err=True)
     if dry_run:
         for edit in plan.edits:
             teller.tell(f"would {edit}")
@@ -65,6 +71,15 @@ async def _apply(store: EtcdStore, wanted: Loaded, progress: Progress, *, prune:
             teller.tell(f"deleting {len(going)}: {', '.join(going)}", err=True)
         await write_plan(store, index, plan, progress, tell=lambda edit: teller.tell(str(edit)))
     teller.tell(summary(plan, wanted, would=dry_run))
+
+
+async def _doubts(store: EtcdStore, plan: ApplyPlan) -> list[Doubt]:
+    """What the models that are created or changed ask for, and no node has."""
+    specs = [edit.record for edit in plan.edits if isinstance(edit.record, ModelSpec)]
+    if not specs:
+        return []
+    fleet = await read_index(store, (Kind.FACTS, Kind.NODE_SPEC))
+    return list(doubts(Inventory(fleet).nodes(), specs))
 
 
 class _Teller:

@@ -23,8 +23,10 @@ from llmgw.cli.catalog_write import CATALOG_KINDS, read_catalog
 from llmgw.cli.connection import read_index
 from llmgw.config import EtcdConfig
 from llmgw.core.apply import Entry, problems
+from llmgw.core.node import Facts
 from llmgw.core.snapshot import Index, Kind, Ref
 from llmgw.store import keys
+from llmgw.store.codec import encode_stored
 from llmgw.store.etcd import EtcdStore, open_etcd
 from llmgw.store.port import PutOp
 from llmgw.testing.etcd import Etcd
@@ -236,6 +238,24 @@ def test_an_empty_or_truncated_file_deletes_nothing(cli: Cli) -> None:
         assert done.returncode == 2
         assert "catalog.yaml:1: " in done.stderr
     assert list(cli.index().models) == ["m"]
+
+
+def test_what_no_node_has_is_a_warning_and_is_stored(cli: Cli) -> None:
+    facts = Facts(node="n1", boot_id="b", memory_bytes=16 * 10**9, labels={"zone": "north"}, gpus=())
+
+    async def register(store: EtcdStore) -> None:
+        await store.txn([], [PutOp(key=keys.key(Ref(Kind.FACTS, "n1")), value=encode_stored(facts))])
+
+    cli.on_store(register)
+    profile = "{name: cpu, engine: llama.cpp, min_memory_gb: 99, node_selector: {zine: north}}"
+    done = cli.apply(f"models: {{m: {{source: x, profiles: [{profile}]}}}}\n")
+    assert (done.returncode, done.stdout) == (0, "create model m\n1 created, 0 updated, 0 deleted, 0 unchanged\n")
+    assert done.stderr.splitlines() == [
+        "warning: m (cpu): no node has the label zine (did you mean 'zone'?)",
+        "warning: m (cpu): needs 99 GB of memory, and the largest node has 16 GB",
+    ]
+    again = cli("apply", "-f", "catalog.yaml")
+    assert (again.returncode, again.stderr) == (0, "")
 
 
 def test_deleting_takes_prune_and_says_what_goes(cli: Cli) -> None:
