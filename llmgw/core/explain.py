@@ -49,6 +49,7 @@ class Constraint(enum.Enum):
     GPU_UNKNOWN = "gpu_unknown"
     FABRIC = "fabric"
     GANG = "gang"
+    GANG_PORTS = "gang_ports"
     FACTS = "facts"
     NO_NODES = "no_nodes"
     NO_PROFILES = "no_profiles"
@@ -179,6 +180,7 @@ DISTANCE: Final = {
         Constraint.MEMORY,
         Constraint.GPU_CLAIMED,
         Constraint.GANG,
+        Constraint.GANG_PORTS,
         Constraint.UNACCOUNTED,
         Constraint.SHARDS_MAX,
         Constraint.GPU_IN_USE,
@@ -309,6 +311,7 @@ _REMEDIES: Final = {
     Constraint.GPU_UNKNOWN: "find out why its agent can't read its GPUs",
     Constraint.FABRIC: "name its fabric in its agent.yaml, or use one node",
     Constraint.FACTS: "correct what its agent reports",
+    Constraint.GANG_PORTS: "give its nodes more gang_ports, or end a replica that spans nodes there",
     Constraint.NO_NODES: "start an agent",
     Constraint.NO_PROFILES: "give the model a profile",
     Constraint.RESTORING: "wait, or `llmgw recover` if some nodes will not come back",
@@ -355,6 +358,7 @@ _LACKS: Final = {
     Constraint.GPU_UNKNOWN: ("has GPUs in an unknown state", "have GPUs in an unknown state"),
     Constraint.FABRIC: ("is on no fabric", "are on no fabric"),
     Constraint.GANG: ("has too few companions", "have too few companions"),
+    Constraint.GANG_PORTS: ("finds no ports free on all its nodes", "find no ports free on all their nodes"),
     Constraint.FACTS: ("reports what can't be true", "report what can't be true"),
 }
 """What is said of one node and of several that a constraint turned down; of any other, its name."""

@@ -82,7 +82,7 @@ def arrange(index: Index, placement: Placement) -> Gang | Rejection | None:
 
 
 def _rejected(placement: Placement, detail: str) -> Rejection:
-    refusal = Refusal(constraint=Constraint.GANG, profile=placement.profile.name, detail=clip(detail))
+    refusal = Refusal(constraint=Constraint.GANG_PORTS, profile=placement.profile.name, detail=clip(detail))
     return rejected((refusal,))
 
 
