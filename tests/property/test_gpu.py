@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from typing import Any
+
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llmgw.core.catalog import Profile
 from llmgw.core.explain import Constraint
 from llmgw.core.gpu import GpuSlot, choose, flaws, lost_gpus, slots
-from llmgw.core.node import Facts, Gpu, GpuHealth
+from llmgw.core.inventory import Inventory
+from llmgw.core.node import Fabric, Facts, Gpu, GpuHealth
 from llmgw.core.replica import Claim, GpuClaim
+from llmgw.testing.cluster import Cluster, cpu_profile, gpu
 
 UUIDS = [f"GPU-{i}" for i in range(10)]
 
@@ -96,3 +101,56 @@ def test_only_a_list_without_contradiction_proves_a_gpu_lost(gpus: list[Gpu], he
     said = [sentence.split()[1] for sentence in lost]
     sound = not any("twice" in flaw for flaw in flaws(facts))
     assert said == ([uuid for uuid in held if uuid not in there] if sound else [])
+
+
+SOUND = st.lists(st.sampled_from("AAB"), min_size=2, max_size=4).map(
+    lambda classes: tuple(gpu(i, kind, memory_bytes=80, nvlink_domain=0) for i, kind in enumerate(classes))
+)
+BROKEN_GPUS = st.lists(GPUS, max_size=5).map(tuple)
+IB0 = (Fabric(name="ib0", hcas=("h0", "h1")),)
+BROKEN_FABRICS = st.sampled_from(
+    [
+        (),
+        (*IB0, *IB0),
+        (*IB0, Fabric(name="ib1", hcas=("h1",))),
+        (Fabric(name="ib0", rate_gbps=-1.0),),
+    ]
+)
+SAID = st.fixed_dictionaries(
+    {
+        "memory_gb": st.sampled_from([16.0] * 6 + [None, -1.0]),
+        "gpus": st.one_of(*[SOUND] * 5, BROKEN_GPUS, st.none()),
+        "fabrics": st.one_of(*[st.just(IB0)] * 6, BROKEN_FABRICS),
+        "gang_ports": st.sampled_from([(21000, 21999)] * 6 + [None, (5, 1)]),
+    }
+)
+"""What a node may say: mostly what can be true."""
+
+PROFILES = [
+    Profile(name="gang", engine="llama.cpp", nodes=2, gpus_per_node=1, tensor_parallel=2),
+    Profile(name="gpu", engine="llama.cpp", gpus_per_node=1, min_gpu_memory_gb=24e-9),
+    Profile(name="pair", engine="llama.cpp", gpus_per_node=2, tensor_parallel=2, gpu_class="A"),
+    cpu_profile(4.0),
+]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.tuples(SAID, SAID, SAID), st.lists(st.tuples(st.sampled_from(["n1", "n2", "n3"]), SAID), max_size=5))
+def test_whatever_nodes_say_of_themselves_the_loop_goes_on_and_what_cannot_be_true_takes_nothing(
+    first: tuple[dict[str, Any], ...], later: list[tuple[str, dict[str, Any]]]
+) -> None:
+    c = Cluster()
+    for i, what in enumerate(first, start=1):
+        c.node(f"n{i}", **what)
+    c.settle()
+    for i, profile in enumerate(PROFILES):
+        c.model(f"m{i}", profile, replicas=1 + i % 2)
+    for name, what in [("n1", first[0]), *later]:
+        before = set(c.index.replicas)
+        c.node(name, **what)
+        c.settle()
+        c.advance(400.0)
+        c.settle()
+        for replica in c.index.replicas.records():
+            for shard in () if replica.id in before else replica.shards:
+                assert not Inventory(c.index).node(shard.node).flaws, replica
