@@ -94,8 +94,8 @@ class Agent:
         )
         self.failed = False
         """Whether the supervising task came to grief, so that nobody would answer."""
-        self._shown: object = None
-        """What others could see of the supervisor when they were last told of a change."""
+        self._shown = 0
+        """How often the supervisor had changed when others were last told of it."""
         self._version = 0
         self._moved = anyio.Event()
 
@@ -121,7 +121,7 @@ class Agent:
         await done.wait()
 
     async def wait_changed(self, since: int) -> int:
-        """Until reports, facts or quiet have changed; versions only grow."""
+        """Until reports or facts may have changed; versions only grow."""
         while self._version <= since:
             await self._moved.wait()
         return self._version
@@ -179,9 +179,8 @@ class Agent:
                     while True:
                         events = await self._next()
                         await self._perform(self._step(events), tasks)
-                        shown = (self.supervisor.quiet, self.supervisor.reports())
-                        if shown != self._shown:
-                            self._shown = shown
+                        if self.supervisor.changes != self._shown:
+                            self._shown = self.supervisor.changes
                             self._change()
                         for _, done in events:
                             done.set()

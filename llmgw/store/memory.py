@@ -169,7 +169,7 @@ class _Watch:
                 return batch
             self._wake = anyio.Event()
             progress_s = self.heard_s + self._progress_s if self._cluster.running else math.inf
-            with anyio.CancelScope(deadline=min(progress_s, self._cluster.next_lapse_s())):
+            with anyio.CancelScope(deadline=min(progress_s, self._cluster.lapse_s(self))):
                 await self._wake.wait()
 
     def happened(self, batch: Batch) -> None:

@@ -13,6 +13,7 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Final, Protocol
 
 import anyio
@@ -68,13 +69,17 @@ class _Lease:
 
 @dataclass(kw_only=True)
 class _State:
-    """Everything a backup of the store holds. `history` has one batch for each revision after `base`."""
+    """Everything a backup of the store holds. `history` has one batch for each revision after `base`.
+
+    `order`, `leased`: all keys, and those under a lease, sorted.
+    """
 
     revision: int = 1
     compacted: int = 0
     base: int = 1
     items: dict[str, KeyValue] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)
+    leased: list[str] = field(default_factory=list)
     history: list[Batch] = field(default_factory=list)
     leases: dict[int, _Lease] = field(default_factory=dict)
 
@@ -85,6 +90,7 @@ class _State:
             base=self.base,
             items=dict(self.items),
             order=list(self.order),
+            leased=list(self.leased),
             history=list(self.history),
             leases={
                 id_: _Lease(ttl_s=lease.ttl_s, deadline_s=lease.deadline_s, keys=set(lease.keys))
@@ -223,8 +229,6 @@ class MemoryCluster:
         self._lease_next += 1
         held = self._state.leases[lease.id] = _Lease(ttl_s=ttl_s, deadline_s=anyio.current_time() + ttl_s)
         heapq.heappush(self._lapses, (held.lapses_s, lease.id))
-        if self._lapses[0] == (held.lapses_s, lease.id):
-            self._wake_all()  # it may lapse before what they wait for
         return lease
 
     def keepalive(self, lease: int) -> int:
@@ -262,7 +266,22 @@ class MemoryCluster:
             raise Compacted(self._state.compacted)
         return self._state.history[revision - self._state.base - 1]
 
-    def next_lapse_s(self) -> float:
+    def lapse_s(self, watcher: Watcher) -> float:
+        """When the next key that `watcher` watches lapses if nobody renews its lease; infinity if none will."""
+        if not self.running:
+            return math.inf
+        state, soonest_s = self._state, math.inf
+        for prefix in self._watchers[watcher]:
+            first = bisect.bisect_left(state.leased, prefix)
+            for key in islice(state.leased, first, None):
+                if not (key.startswith(prefix) if prefix.endswith("/") else key == prefix):
+                    break
+                soonest_s = min(soonest_s, state.leases[state.items[key].lease].lapses_s)
+        return soonest_s
+
+    # --- inside ---
+
+    def _next_lapse_s(self) -> float:
         """When the next lease lapses if nobody renews it; infinity if none will."""
         if not self.running:
             return math.inf
@@ -270,8 +289,6 @@ class MemoryCluster:
         while lapses and not ((lease := leases.get(lapses[0][1])) and lease.lapses_s == lapses[0][0]):
             heapq.heappop(lapses)  # it is gone, or was renewed
         return lapses[0][0] if lapses else math.inf
-
-    # --- inside ---
 
     def _find(self, key: str, *, prefix: bool) -> tuple[KeyValue, ...]:
         items, order = self._state.items, self._state.order
@@ -292,9 +309,10 @@ class MemoryCluster:
         if old is None:
             bisect.insort(state.order, op.key)
         elif old.lease:
-            state.leases[old.lease].keys.discard(op.key)
+            self._unlease(old)
         if op.lease:
             state.leases[op.lease].keys.add(op.key)
+            bisect.insort(state.leased, op.key)
         new = KeyValue(
             key=op.key,
             value=op.value,
@@ -318,8 +336,13 @@ class MemoryCluster:
         del state.items[item.key]
         del state.order[bisect.bisect_left(state.order, item.key)]
         if item.lease:
-            state.leases[item.lease].keys.discard(item.key)
+            self._unlease(item)
         return Event(key=item.key, value=None, mod_revision=state.revision + 1)
+
+    def _unlease(self, item: KeyValue) -> None:
+        state = self._state
+        state.leases[item.lease].keys.discard(item.key)
+        del state.leased[bisect.bisect_left(state.leased, item.key)]
 
     def _append(self, events: Sequence[Event]) -> None:
         """One revision for a transaction that changed something, none for one that did not."""
@@ -350,7 +373,7 @@ class MemoryCluster:
         if not self.running:
             return
         now_s = anyio.current_time()
-        while self.next_lapse_s() <= now_s:
+        while self._next_lapse_s() <= now_s:
             self._lapse(self._lapses[0][1])
 
     def _renew_all(self) -> None:

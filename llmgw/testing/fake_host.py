@@ -21,6 +21,7 @@ from llmgw.core.ids import shard_name
 from llmgw.core.node import Build, EngineFacts, Facts
 from llmgw.core.replica import Assignment
 from llmgw.testing.seed import Random
+from llmgw.testing.virtual import pause
 from llmgw_agent.host import (
     Found,
     Launched,
@@ -314,6 +315,6 @@ class FakeHost:
     async def _pause(self, seconds: float) -> None:
         """Time passes; a killed process never comes back from it."""
         if seconds:
-            await anyio.sleep(seconds)
+            await pause(seconds)
         if self._killed or not self._machine.on:
             await anyio.sleep_forever()

@@ -23,6 +23,7 @@ from llmgw.errors import NotApplied, OutcomeUnknown, StoreError, Unavailable
 from llmgw.store.follow import ungrouped
 from llmgw.store.limits import check_txn, writes
 from llmgw.store.port import Batch, Compare, KeyValue, Lease, Listing, Operation, Store, StoreStats, TxnResult
+from llmgw.testing.virtual import pause
 
 CALL_TIMEOUT_S: Final = 3.0
 """How long a call without an answer takes. Source: EtcdConfig's connect and read time-outs."""
@@ -229,7 +230,7 @@ class FaultyStore:
         if self._latency is None:
             await anyio.lowlevel.checkpoint()
         else:
-            await anyio.sleep(self._latency())
+            await pause(self._latency())
 
     async def _land(self, delay_s: float, compares: Sequence[Compare], ops: Operations, or_else: Operations) -> None:
         await anyio.sleep(delay_s)

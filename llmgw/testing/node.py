@@ -211,8 +211,10 @@ class Bench:
         self.wall_s += seconds
 
     def _step(self, event: ev.Event) -> list[ev.Instruction]:
+        changes, reports = self.supervisor.changes, self.supervisor.reports()
         out = self.supervisor.step(event, Now(wall_s=self.wall_s, mono_s=self.now_s))
         self.supervisor.validate_state()
+        assert self.supervisor.changes > changes or self.supervisor.reports() == reports, "nobody would publish it"
         self.done.extend(out)
         return out
 

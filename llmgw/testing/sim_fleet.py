@@ -37,7 +37,7 @@ EPOCH_S: Final = 1_800_000_000.0
 LATENCY_S: Final = (0.0005, 0.005)
 """One way to the store. Source: 1 to 4 ms for a call were measured on loopback."""
 
-PROGRESS_S: Final = 10.0
+PROGRESS_S: Final = 30.0
 """Between two words of progress on a watch. Less often than etcd's, so that time passes faster."""
 
 ROUTES: Final = (
