@@ -66,24 +66,24 @@ def arrange(index: Index, placement: Placement) -> Gang | Rejection | None:
     for shard in placement.shards:
         session = index.sessions.record(shard.node)
         if session is None:
-            return _rejected(placement, f"{shard.node} has no session that says its address")
+            return rejected((_refusal(placement, Constraint.NOT_READY, "without a session", node=shard.node),))
         peers.append(Peer(rank=shard.rank, node=shard.node, address=session.address))
     ranges = {name: ports_of(index, name) for name in names}
     first, last = max(low for low, _ in ranges.values()), min(high for _, high in ranges.values())
     if last - first + 1 < PORTS:
         said = ", ".join(f"{name} {low}-{high}" for name, (low, high) in ranges.items())
-        return _rejected(placement, f"needs {PORTS} gang_ports that all its nodes have, in a row; they have {said}")
+        what = f"needs {PORTS} gang_ports in a row that all its nodes have: {said}"
+        return rejected((_refusal(placement, Constraint.GANG_PORTS, what),))
     start = _free(first, last, {port for name in names for port in ports_used(index, name)})
     if start is None:
-        said = ", ".join(names)
-        return _rejected(placement, f"needs {PORTS} free ports of {first}-{last} in a row, the same on {said}")
+        what = f"needs {PORTS} ports of {first}-{last} in a row, free on {', '.join(names)} at once"
+        return rejected((_refusal(placement, Constraint.GANG_PORTS, what),))
     ports = tuple(range(start, start + PORTS))
     return Gang(fabric=placement.fabric or "", peers=tuple(peers), ports=ports)
 
 
-def _rejected(placement: Placement, detail: str) -> Rejection:
-    refusal = Refusal(constraint=Constraint.GANG_PORTS, profile=placement.profile.name, detail=clip(detail))
-    return rejected((refusal,))
+def _refusal(placement: Placement, constraint: Constraint, detail: str, *, node: str = "") -> Refusal:
+    return Refusal(constraint=constraint, profile=placement.profile.name, node=node, detail=clip(detail))
 
 
 def ports_of(index: Index, node: str) -> tuple[int, int]:

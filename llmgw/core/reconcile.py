@@ -16,6 +16,7 @@ from llmgw.core.fleet import declared_gone, forget, is_restoring, judge_nodes, w
 from llmgw.core.ids import Ids
 from llmgw.core.inventory import Inventory
 from llmgw.core.model import Tended, conclude, tend, tend_leaving
+from llmgw.core.node import Liveness
 from llmgw.core.plan import Plan, Settings, View
 from llmgw.core.snapshot import Dirty, Index
 from llmgw.core.units import Now
@@ -74,6 +75,8 @@ def _run(p: Pass, dirty: Dirty) -> None:
     if not p.restoring:
         forget(p)
     judge_nodes(p, nodes)
+    if given_up := _given_up(p):  # whoever waited for a word of these need not wait any more
+        adoption.answer(p.draft, given_up, incarnation=p.incarnation, restoring=p.restoring, now=p.now)
     if write_fleet(p):
         everything, nodes = True, _all_nodes(index)
         forget(p)
@@ -95,6 +98,12 @@ def _models(p: Pass, names: set[str]) -> None:
         if model.short:
             p.plan.more = True
             p.plan.left.models.add(model.name)
+
+
+def _given_up(p: Pass) -> set[str]:
+    """Nodes that this pass has declared Lost, or forgotten."""
+    states = {name: p.index.node_states.record(name) for name in p.draft.touched.nodes}
+    return {name for name, state in states.items() if state is None or state.liveness is Liveness.LOST}
 
 
 def _all_nodes(index: Index) -> set[str]:

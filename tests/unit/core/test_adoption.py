@@ -320,6 +320,99 @@ def test_half_a_gang_is_told_to_stop() -> None:
     assert made.desired is Desired.STOPPED
 
 
+def half_told(c: Cluster) -> list[Assignment]:
+    """All the leader wrote of a gang is deleted; n1 has noticed, n2 still reports as ordered."""
+    orders = gang(c)
+    c.meddle(*((Kind.ASSIGNMENT, f"{each.node}/m-ggggg.{each.rank}", each) for each in orders))
+    for each in orders:
+        c.report(f"{each.node}/m-ggggg.{each.rank}", ShardPhase.READY)
+    c.meddle(*((Kind.ASSIGNMENT, f"{each.node}/m-ggggg.{each.rank}", None) for each in orders))
+    c.report("n1/m-ggggg.0", ShardPhase.READY, order=orders[0])
+    return orders
+
+
+def test_inv5_a_gang_whose_nodes_notice_one_after_the_other_is_adopted_whole() -> None:
+    c = serving()
+    _, second = half_told(c)
+    c.step()
+    assert "m-ggggg" not in c.index.replicas
+    assert not c.index.assignments_of.get("m-ggggg"), "no word while the other member can still speak"
+    assert not unanswered(c.index)
+    c.report("n2/m-ggggg.1", ShardPhase.READY, order=second)
+    c.step()
+    assert {each.desired for each in c.index.assignments.records() if each.replica == "m-ggggg"} == {Desired.RUNNING}
+    assert [shard.node for shard in c.index.replicas["m-ggggg"].record.shards] == ["n1", "n2"]  # type: ignore[union-attr]
+
+
+def stops(c: Cluster) -> list[str]:
+    rows = c.index.assignments.items()
+    return sorted(name for name, row in rows if row.record is not None and row.record.desired is Desired.STOPPED)
+
+
+def test_inv6_the_word_waits_for_an_unreachable_member_until_it_is_back() -> None:
+    c = serving(nodes=4)
+    _, second = half_told(c)
+    c.away("n2")
+    c.step()
+    c.advance(200.0)
+    c.step()
+    assert not stops(c), "what serves is not torn down because a member can't be asked"
+    c.meddle((Kind.SESSION, "n2", c.session("n2")))
+    c.report("n2/m-ggggg.1", ShardPhase.READY, order=second)
+    c.step()
+    assert "m-ggggg" in c.index.replicas
+
+
+def test_inv5_the_word_waits_for_an_unreachable_member_no_longer_than_until_it_is_lost() -> None:
+    c = serving(nodes=4)
+    half_told(c)
+    c.away("n2")
+    c.step()
+    c.advance(301.0)
+    c.step()
+    state = c.index.node_states.record("n2")
+    assert state is not None
+    assert state.liveness is Liveness.LOST
+    assert stops(c) == ["n1/m-ggggg.0"], "in the very pass that gives the node up"
+    assert c.plan().empty
+
+
+def test_inv5_the_word_waits_for_no_machine_that_was_declared_gone() -> None:
+    c = serving(nodes=4)
+    half_told(c)
+    c.away("n2")
+    c.step()
+    c.spec("n2", forget="boot-n2")
+    c.step()
+    assert stops(c) == ["n1/m-ggggg.0"]
+    assert c.plan().empty
+
+
+@pytest.mark.parametrize("phase", [ShardPhase.FAILED, None])
+def test_inv5_half_a_gang_whose_other_half_is_over_is_told_to_stop_at_once(phase: ShardPhase | None) -> None:
+    c = serving()
+    half_told(c)
+    if phase is None:
+        c.meddle((Kind.SHARD, "n2/m-ggggg.1", None))
+    else:
+        report = c.index.reports.record("n2/m-ggggg.1")
+        assert report is not None
+        c.meddle((Kind.SHARD, "n2/m-ggggg.1", msgspec.structs.replace(report, phase=phase)))
+    c.step()
+    assert stops(c) == ["n1/m-ggggg.0"]
+
+
+def test_inv5_a_gang_with_a_member_nobody_remembers_is_told_to_stop_whole() -> None:
+    c = serving()
+    half_told(c)
+    report = c.index.reports.record("n2/m-ggggg.1")
+    assert report is not None
+    found = msgspec.structs.replace(report, assigned=False, assignment_rev=0, order=None)
+    c.meddle((Kind.SHARD, "n2/m-ggggg.1", found))
+    c.step()
+    assert stops(c) == ["n1/m-ggggg.0", "n2/m-ggggg.1"]
+
+
 def test_a_gang_that_contradicts_itself_is_told_to_stop() -> None:
     c = serving()
     first, second = gang(c)
@@ -399,6 +492,24 @@ def test_a_live_gang_loses_the_shard_of_a_forgotten_machine_and_stops_the_others
     assert c.index.assignments["n1/m-ggggg.0"].record.desired is Desired.STOPPED
     c.settle()
     assert "m-ggggg" not in c.index.replicas
+
+
+def test_what_neither_store_nor_node_remembers_is_stopped_and_built_anew() -> None:
+    c = serving()
+    old = c.one("m")
+    report = c.index.reports.record(c.shard(old))
+    assert report is not None
+    c.saved.pop(c.shard(old))
+    found = msgspec.structs.replace(report, assigned=False, assignment_rev=0, order=None)
+    c.meddle((Kind.ASSIGNMENT, c.shard(old), None), (Kind.SHARD, c.shard(old), found))
+    c.step()
+    failed = c.one("m")
+    assert (failed.phase, failed.retire) == (P.FAILED, Retire.UNKNOWN)
+    c.settle()
+    c.advance(10.0)
+    c.settle()
+    assert c.one("m").id != old.id
+    assert c.one("m").phase is P.READY
 
 
 # --- after a restore ------------------------------------------------------------------------------------------------
