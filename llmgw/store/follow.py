@@ -126,13 +126,20 @@ class Following:
     async def run(self) -> None:
         """Fetch until cancelled, or until the store denies it, which the reader is told."""
         try:
-            with ungrouped():
-                async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(self._check)
-                    await self._fetch()
-        except Denied as error:
-            self._denied = error
-            self._filled.set()
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._check)
+                await self._fetch()
+        except BaseExceptionGroup as group:
+            denied, rest = group.split(Denied)  # it may come in the same moment as a cancellation
+            found: BaseException | None = denied
+            while isinstance(found, BaseExceptionGroup):
+                found = found.exceptions[0]
+            if isinstance(found, Denied):
+                self._denied = found
+                self._filled.set()
+            if rest is not None:
+                with ungrouped():
+                    raise rest from None
 
     async def _fetch(self) -> None:
         while True:

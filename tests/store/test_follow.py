@@ -394,6 +394,25 @@ def test_a_denial_of_the_periodic_listing_ends_it_too() -> None:
     run_virtual(main)
 
 
+def test_a_denial_in_the_moment_of_a_cancellation_is_no_error() -> None:
+    async def main() -> None:
+        async with anyio.create_task_group() as tasks:
+            cluster, scope = MemoryCluster(), anyio.CancelScope()
+
+            class Denying(FaultyStore):
+                async def list(self, prefixes: Sequence[str]) -> Listing:
+                    scope.cancel()
+                    raise Denied("permission denied")
+
+            store = Denying(MemoryStore(cluster), tasks)
+            with scope:
+                async with follow(store, ["/a/"], jitter=lambda: 0.5) as following:
+                    await anext(following)
+            assert scope.cancelled_caught
+
+    run_virtual(main)
+
+
 def test_an_error_of_the_body_passes_as_it_is() -> None:
     async def main() -> None:
         with pytest.raises(WentBack):
