@@ -87,11 +87,16 @@ def orders(entries: Iterable[tuple[int, Assignment]]) -> dict[str, ev.Order]:
 
 @dataclass(kw_only=True)
 class ScriptedEngine:
-    """One start of an engine. `left`: processes of its tree that live beside the main one and ignore SIGTERM."""
+    """One start of an engine. `left`: processes of its tree that live beside the main one and ignore SIGTERM.
+
+    `stalls_at_s`: until when it visibly gets on, second by second.
+    """
 
     process: Process
     port: int
+    started_s: float
     ready_at_s: float
+    stalls_at_s: float
     alive: bool = True
     obeys_term: bool = True
     left: int = 0
@@ -107,9 +112,13 @@ class ScriptedEngine:
 
 @dataclass(kw_only=True)
 class Script:
-    """How engines behave that are started from now on. `refusals`: reasons, one used up a start."""
+    """How engines behave that are started from now on. `refusals`: reasons, one used up a start.
+
+    `gets_on_s`: for how long after its start it visibly gets on.
+    """
 
     load_s: float = 1.0
+    gets_on_s: float = 0.0
     obeys_term: bool = True
     left: int = 0
     busy: int = 0
@@ -229,7 +238,8 @@ class Bench:
                 self._signal(shard, kill=kill)
                 return None
             case ev.LookAtTree(shard=shard, incarnation=incarnation, whole=whole):
-                return ev.TreeLooked(shard=shard, incarnation=incarnation, whole=whole, look=self._look(shard))
+                look = self._look(shard, whole=whole)
+                return ev.TreeLooked(shard=shard, incarnation=incarnation, whole=whole, look=look)
             case ev.ProbeEngine(shard=shard, incarnation=incarnation, purpose=purpose):
                 return ev.EngineProbed(
                     shard=shard, incarnation=incarnation, purpose=purpose, result=self._probe(shard, purpose)
@@ -252,7 +262,9 @@ class Bench:
         self.engines[start.shard] = ScriptedEngine(
             process=process,
             port=start.port,
+            started_s=self.now_s,
             ready_at_s=self.now_s + self.script.load_s,
+            stalls_at_s=self.now_s + self.script.gets_on_s,
             obeys_term=self.script.obeys_term,
             left=self.script.left,
             busy=self.script.busy,
@@ -274,11 +286,12 @@ class Bench:
         elif engine.obeys_term:
             engine.end(engine.exit or "exit 0")
 
-    def _look(self, shard: str) -> Look:
+    def _look(self, shard: str, *, whole: bool) -> Look:
         engine = self.engines.get(shard)
         if engine is None:
             return Look(alive=False, left=0)
-        return Look(alive=engine.alive, left=int(engine.alive) + engine.left, exit=engine.exit)
+        steps = int(min(self.now_s, engine.stalls_at_s) - engine.started_s) if whole else None
+        return Look(alive=engine.alive, left=int(engine.alive) + engine.left, exit=engine.exit, progress=steps)
 
     def _probe(self, shard: str, purpose: Purpose) -> Probe:
         engine = self.engines.get(shard)
