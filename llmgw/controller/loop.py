@@ -266,28 +266,30 @@ class Reign:
     def _take(self, moment: Now) -> Dirty:
         """What this pass must look at: changes, what was left, what time has made due."""
         dirty, self._dirty = self._dirty, Dirty()
-        _add(dirty, self._mirror.index.take_dirty())
-        _add(dirty, due(self._wake_mono_s, now=moment))
+        dirty.add(self._mirror.index.take_dirty())
+        dirty.add(due(self._wake_mono_s, now=moment))
         stepped = self._moment is not None and abs(stepped_s(self._moment, moment)) > STEP_S
         self._moment = moment
         if moment.mono_s >= self._full_s or stepped:
             dirty.everything = True
+            self._full_s = moment.mono_s + self._config.full_pass_s
         return dirty
 
     def _back(self, dirty: Dirty) -> None:
         """Nothing of this pass is certain: all of it is due again, also what had only a timer."""
-        _add(self._dirty, dirty)
+        self._dirty.add(dirty)
         self._more = True
 
     def _settle(self, plan: Plan, dirty: Dirty) -> None:
-        """The pass succeeded: what it looked at is clean, and has the timers that the plan says."""
-        _add(self._dirty, plan.left)
+        """The pass succeeded: what it looked at is clean, and has the timers that the plan says.
+
+        A look at everything, which may take many passes, sets timers anew but takes none away: one that has become
+        pointless costs a pass.
+        """
+        self._dirty.add(plan.left)
         self._more = plan.more
         wake = self._wake_mono_s
-        if dirty.everything:  # what it did not get to is in plan.left
-            self._full_s = anyio.current_time() + self._config.full_pass_s
-            wake.clear()
-        for kind, names in (("fleet", ("",)), ("model", dirty.models), ("node", dirty.nodes)):
+        for kind, names in (("model", dirty.models - plan.left.models), ("node", dirty.nodes - plan.left.nodes)):
             for name in names:
                 wake.pop((kind, name), None)
         wake.update(plan.wake_mono_s)
@@ -315,9 +317,3 @@ class Reign:
             status.writes[name] = status.writes.get(name, 0) + count
         fields = {"revision": revision, "term": self._term.number, **counts, "txns": done.txns, "cause": cause}
         log.info("pass", extra={"fields": fields})
-
-
-def _add(dirty: Dirty, other: Dirty) -> None:
-    dirty.models |= other.models
-    dirty.nodes |= other.nodes
-    dirty.everything = dirty.everything or other.everything

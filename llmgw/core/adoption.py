@@ -13,12 +13,13 @@ Invariant: an adopted claim collides with no other, and the catalog is never ask
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Final
 
 import msgspec
 
 from llmgw.core.draft import Draft
 from llmgw.core.ids import Secret, shard_name, split_shard_name
-from llmgw.core.inventory import live_shard, node_inventory
+from llmgw.core.inventory import node_inventory
 from llmgw.core.lifecycle import bare_stop, is_frozen, is_live, observed_phase, order_ref
 from llmgw.core.node import Liveness
 from llmgw.core.plan import Delete, Put, Write
@@ -32,19 +33,25 @@ from llmgw.core.replica import (
     ReplicaPhase,
     ReplicaShard,
     confirms_stop,
+    live_shard,
 )
 from llmgw.core.snapshot import Index, Kind, Ref
 from llmgw.core.units import Now
 
+ANSWERS_MAX: Final = 300
+"""Words given in one pass, so that a whole fleet's do not hold up the loop; about 0.1 ms each."""
 
-def answer(draft: Draft, nodes: Iterable[str], *, incarnation: str, restoring: bool, now: Now) -> None:
-    """Give every unassigned shard, and every order without a replica, on `nodes` its word.
+
+def answer(draft: Draft, names: Iterable[str], *, incarnation: str, restoring: bool, now: Now) -> list[str]:
+    """Give every unassigned shard, and every order without a replica, among `names` its word.
 
     `restoring`: the store was restored and not every node has reported, so that nothing may be stopped yet; what can't
-    be adopted then stays unanswered.
+    be adopted then stays unanswered. Returns those that it did not come to, after `ANSWERS_MAX` words.
     """
-    index = draft.index
-    for name in sorted(_names(index, nodes)):
+    index, names, full = draft.index, sorted(names), len(draft.groups) + ANSWERS_MAX
+    for at, name in enumerate(names):
+        if len(draft.groups) >= full:
+            return names[at:]
         parts = split_shard_name(name)
         if parts is None or is_frozen(index, parts[1]):
             continue
@@ -52,17 +59,26 @@ def answer(draft: Draft, nodes: Iterable[str], *, incarnation: str, restoring: b
             _orphan(draft, name, restoring=restoring, now=now)
         else:
             _unassigned(draft, name, incarnation=incarnation, restoring=restoring, now=now)
+    return []
 
 
-def _names(index: Index, nodes: Iterable[str]) -> set[str]:
-    """Every shard that is ordered or reported on `nodes`, with the other members of its gang: they share one word."""
-    found: set[str] = set()
-    for node in nodes:
-        for name in (*index.assignments_on.get(node, ()), *index.reports_on.get(node, ())):
-            found.add(name)
-            if (parts := split_shard_name(name)) is not None:
-                found |= index.assignments_of.get(parts[1], set()) | index.reports_of.get(parts[1], set())
-    return found
+def concerned(index: Index, *, nodes: set[str], models: set[str]) -> set[str]:
+    """Of all that may need a word: what a change of these nodes or models may let have it.
+
+    A shard's word depends on its own node, on its model, and on the nodes of the other shards of its gang.
+    """
+    return {name for name in index.standing.unanswered if _concerned(index, name, nodes, models)}
+
+
+def _concerned(index: Index, name: str, nodes: set[str], models: set[str]) -> bool:
+    node, replica, _ = split_shard_name(name) or ("", "", 0)
+    if node in nodes:
+        return True
+    order, report = index.assignments.record(name), index.reports.record(name)
+    if any(each is not None and each.model in models for each in (order, report)):
+        return True
+    others = index.assignments_of.get(replica, set()) | index.reports_of.get(replica, set())
+    return any(other.partition("/")[0] in nodes for other in others)
 
 
 def catalog_known(index: Index) -> bool:

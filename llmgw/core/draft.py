@@ -111,8 +111,9 @@ class Draft:
 class Pass:
     """One pass at work.
 
-    `tries`: placements that may still be tried. `gone`: nodes whose machine was declared gone for good. `restoring`:
-    the store was restored and not every node has reported, so nothing is stopped, placed or pruned.
+    `tries`: placements that may still be tried. `looks`: nodes, models and replicas that may still be looked at.
+    `gone`: nodes whose machine was declared gone for good. `restoring`: the store was restored and not every node has
+    reported, so nothing is stopped, placed or pruned.
     """
 
     draft: Draft
@@ -126,6 +127,7 @@ class Pass:
     gone: frozenset[str] = frozenset()
     restoring: bool = False
     tries: int = 0
+    looks: int = 0
 
     @property
     def index(self) -> Index:

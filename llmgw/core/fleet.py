@@ -7,6 +7,7 @@ asked for every node that may have changed, and written.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Final
 
 from llmgw.core import liveness
@@ -27,8 +28,9 @@ MEASURE_NODES_PER_S: Final = 200.0
 def declared_gone(index: Index) -> frozenset[str]:
     """Nodes whose machine an operator has declared gone for good, and that are indeed not there."""
     found: set[str] = set()
-    for name, row in index.node_specs.items():
-        forget = None if row.record is None else row.record.forget
+    for name in index.standing.doubted:
+        spec = index.node_specs.record(name)
+        forget = None if spec is None else spec.forget
         known = {
             each.boot_id for each in (index.node_states.record(name), index.facts.record(name)) if each is not None
         }
@@ -63,15 +65,22 @@ def forget(p: Pass) -> None:
 
 
 def judge_nodes(p: Pass, nodes: set[str]) -> None:
-    """Write what each node is now: those that changed, and all that are not Ready, since time alone may change them."""
+    """Write what each of these nodes is now. Time alone changes it for none of them (`judge_fleet`)."""
     index = p.index
-    away = {name for name, row in index.node_states.items() if row.record and row.record.liveness is not Liveness.READY}
-    for name in sorted((nodes | away) - p.gone):
+    for name in sorted(nodes - p.gone):
         there = name in index.sessions or name in index.facts or name in index.node_states
         if there and not _unreadable(index, name):
             _judge_node(p, name, lose=False)
+
+
+def judge_fleet(p: Pass) -> bool:
+    """The guard, who is Lost, and the fleet's record; whether this ended the after-restore rule.
+
+    Only once every node that changed has been judged: the guard speaks of all of them at once.
+    """
     p.guard = _guard(p)
     _lose(p)
+    return _write_fleet(p)
 
 
 def _unreadable(index: Index, name: str) -> bool:
@@ -93,15 +102,12 @@ def _judge_node(p: Pass, name: str, *, lose: bool) -> None:
     p.draft.put("liveness", Ref(Kind.NODE_STATE, name), state)
 
 
-def _states(index: Index) -> list[NodeState]:
-    return [row.record for row in index.node_states.values() if row.record is not None]
-
-
 def released_nodes(index: Index) -> frozenset[str]:
     """Nodes whose very absence, that of the last session seen, an operator has judged real."""
     found: set[str] = set()
-    for name, row in index.node_specs.items():
-        release = None if row.record is None else row.record.release
+    for name in index.standing.doubted:
+        spec = index.node_specs.record(name)
+        release = None if spec is None else spec.release
         state = index.node_states.record(name)
         if release is not None and state is not None and release == state.lease:
             found.add(name)
@@ -113,9 +119,11 @@ def _guard(p: Pass) -> Guard:
     writes_s = liveness.writes_fail_for_s(now=p.now, view=p.view, settings=p.settings)
     if writes_s > 0:
         p.wake_in("fleet", "", writes_s)
-    return liveness.judge_guard(
-        _states(p.index),
-        released=released_nodes(p.index) | p.gone,
+    there, excused = p.index.standing.liveness, released_nodes(p.index) | p.gone
+    counted = {each: len(names) - len(names & excused) for each, names in there.items() if each is not Liveness.LOST}
+    return liveness.guard_by(
+        sum(counted.values()),
+        unreachable=counted[Liveness.UNREACHABLE],
         old=Guard() if old is None else old.guard,
         now=p.now,
         view=p.view,
@@ -125,11 +133,15 @@ def _guard(p: Pass) -> Guard:
 
 def _lose(p: Pass) -> None:
     """Declare Lost what has been gone for long enough, as far as the guard and the rate allow."""
-    states = _states(p.index)
+    there = p.index.standing.liveness
+    if not there[Liveness.UNREACHABLE]:
+        return
     released = released_nodes(p.index)
-    budget, next_s = liveness.losable(states, now=p.now)
-    for state in sorted(states, key=lambda each: (each.name not in released, each.since_at, each.name)):
-        if state.liveness is not Liveness.UNREACHABLE or state.name in p.gone or _unreadable(p.index, state.name):
+    nodes = sum(len(names) for names in there.values())
+    budget, next_s = liveness.losable(nodes, _states(p.index, there[Liveness.LOST]), now=p.now)
+    gone = _states(p.index, there[Liveness.UNREACHABLE] - p.gone)
+    for state in sorted(gone, key=lambda each: (each.name not in released, each.since_at, each.name)):
+        if _unreadable(p.index, state.name):
             continue
         wait_s = liveness.lost_in_s(state, now=p.now, view=p.view, settings=p.settings)
         held = p.guard.on and (state.name not in released or p.guard.reason == liveness.GUARD_WRITES)
@@ -142,6 +154,10 @@ def _lose(p: Pass) -> None:
             _judge_node(p, state.name, lose=True)
         else:
             p.wake_in("node", state.name, next_s)
+
+
+def _states(index: Index, names: set[str]) -> Iterator[NodeState]:
+    return (state for state in map(index.node_states.record, names) if state is not None)
 
 
 def _old_fleet(index: Index) -> Fleet | None:
@@ -157,7 +173,7 @@ def is_restoring(index: Index, incarnation: str) -> bool:
     return row.record is None or row.corrupt is not None or row.record.incarnation != incarnation
 
 
-def write_fleet(p: Pass) -> bool:
+def _write_fleet(p: Pass) -> bool:
     """Write the fleet's record; whether this ended the after-restore rule."""
     index, old = p.index, _old_fleet(p.index)
     if index.fleet is not None and (old is None or index.fleet.corrupt is not None):
@@ -165,7 +181,7 @@ def write_fleet(p: Pass) -> bool:
     ended = p.restoring and _all_reported(p)
     if ended:
         p.restoring = False
-    count = len(index.node_states.keys() - p.gone)
+    count = len(index.node_states) - sum(1 for name in p.gone if name in index.node_states)
     every_s = math.ceil(count / MEASURE_NODES_PER_S)
     incarnation = p.incarnation if old is None or not p.restoring else old.incarnation
     fleet = Fleet(

@@ -15,7 +15,7 @@ from llmgw.core.catalog import launch_hash
 from llmgw.core.gpu import lost_gpus
 from llmgw.core.ids import shard_name
 from llmgw.core.invariants import Violation, check, claimed_bytes
-from llmgw.core.inventory import live_shard, node_inventory
+from llmgw.core.inventory import node_inventory
 from llmgw.core.lately import Lately
 from llmgw.core.lifecycle import is_frozen, is_live
 from llmgw.core.liveness import LOST_PERIOD_S, LOST_SHARE
@@ -31,6 +31,7 @@ from llmgw.core.replica import (
     ShardPhase,
     ShardReport,
     confirms_stop,
+    live_shard,
 )
 from llmgw.core.routing import route
 from llmgw.core.snapshot import Change, Index, Kind, Ref

@@ -20,7 +20,7 @@ from llmgw.core.catalog import EngineSpec
 from llmgw.core.gpu import GpuSlot, flaws, slots
 from llmgw.core.ids import split_shard_name
 from llmgw.core.node import Facts, Liveness, credible
-from llmgw.core.replica import GONE, ROUTABLE, Assignment, Claim, Replica, ReplicaShard
+from llmgw.core.replica import GONE, ROUTABLE, Assignment, Claim, Replica
 from llmgw.core.snapshot import Index, Kind, Ref
 
 
@@ -75,14 +75,6 @@ class NodeInventory(msgspec.Struct, frozen=True, kw_only=True):
     weights: frozenset[str] | None
     gpus: tuple[GpuSlot, ...] | None
     flaws: tuple[str, ...]
-
-
-def live_shard(replica: Replica | None, *, node: str, rank: int) -> ReplicaShard | None:
-    """The shard of `replica` with that rank on that node, if its claim has not ended."""
-    if replica is None:
-        return None
-    found = (shard for shard in replica.shards if shard.rank == rank and shard.node == node and not shard.released)
-    return next(found, None)
 
 
 def node_inventory(index: Index, name: str) -> NodeInventory:

@@ -40,12 +40,10 @@ GUARD_WRITES: Final = "this leader's own writes fail or are refused"
 
 def observe(view: View, index: Index, now: Now) -> View:
     """`view` brought up to date: since when each known node is seen without a session, and how far gangs have come."""
-    absent = {
-        name: view.absent_since.get(name, now.mono_s)
-        for name in (*index.node_states, *index.facts)
-        if name not in index.sessions
-    }
-    view = view if absent == view.absent_since else msgspec.structs.replace(view, absent_since=absent)
+    absent = index.standing.absent
+    if absent != view.absent_since.keys():
+        since = {name: view.absent_since.get(name, now.mono_s) for name in absent}
+        view = msgspec.structs.replace(view, absent_since=since)
     return gang.observe(view, index, now)
 
 
@@ -138,12 +136,17 @@ def lost_in_s(state: NodeState, *, now: Now, view: View, settings: Settings) -> 
 def judge_guard(states: Iterable[NodeState], *, released: frozenset[str], old: Guard, now: Now, view: View,
                 settings: Settings) -> Guard:  # fmt: skip
     """The guard, from nothing but what is there now. `released`: nodes whose absence an operator has judged."""
-    if writes_fail_for_s(now=now, view=view, settings=settings) > 0:
-        return _guard(old, reason=GUARD_WRITES, now=now)
     counted = [state for state in states if state.liveness is not Liveness.LOST and state.name not in released]
     gone = sum(1 for state in counted if state.liveness is Liveness.UNREACHABLE)
-    if gone >= GUARD_NODES_MIN and gone > GUARD_SHARE * len(counted):
-        return _guard(old, reason=GUARD_NODES, now=now, unreachable=gone, nodes=len(counted))
+    return guard_by(len(counted), unreachable=gone, old=old, now=now, view=view, settings=settings)
+
+
+def guard_by(nodes: int, *, unreachable: int, old: Guard, now: Now, view: View, settings: Settings) -> Guard:
+    """The guard by how many nodes count (not Lost, not released), and how many of these are Unreachable."""
+    if writes_fail_for_s(now=now, view=view, settings=settings) > 0:
+        return _guard(old, reason=GUARD_WRITES, now=now)
+    if unreachable >= GUARD_NODES_MIN and unreachable > GUARD_SHARE * nodes:
+        return _guard(old, reason=GUARD_NODES, now=now, unreachable=unreachable, nodes=nodes)
     return Guard()
 
 
@@ -161,10 +164,12 @@ def writes_fail_for_s(*, now: Now, view: View, settings: Settings) -> float:
     return view.write_failed_mono_s + GRACE_TTLS * settings.session_ttl_s - now.mono_s
 
 
-def losable(states: Iterable[NodeState], *, now: Now) -> tuple[int, float]:
-    """How many nodes may be declared Lost at this moment, and in how many seconds one more may."""
-    everyone = list(states)
-    ages = [now.wall_s - state.since_at for state in everyone if state.liveness is Liveness.LOST]
+def losable(nodes: int, lost: Iterable[NodeState], *, now: Now) -> tuple[int, float]:
+    """How many of so many nodes may be declared Lost at this moment, and in how many seconds one more may.
+
+    `lost`: those that are.
+    """
+    ages = [now.wall_s - state.since_at for state in lost]
     recent = [age for age in ages if abs(age) < LOST_PERIOD_S]  # a clock that stepped back must not block for ever
-    budget = max(1, int(LOST_SHARE * len(everyone))) - len(recent)
+    budget = max(1, int(LOST_SHARE * nodes)) - len(recent)
     return max(0, budget), min((LOST_PERIOD_S - age for age in recent), default=0.0)

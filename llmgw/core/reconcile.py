@@ -3,22 +3,28 @@
 Pure. The order of steps matters: first the unassigned get their word, then it is judged who is there, then claims that
 were confirmed end, then each model gets what it lacks. Each step sees what the ones before it decided (`Draft`).
 
+Bounded: a pass tries so many placements and looks at so much (`Settings`), what changed first; what it did not come to
+is in `Plan.left`. As long as a node that changed has not been judged, nothing is decided about the fleet or any model.
+
 Invariants: the same index, dirty set, `now`, `view` and ids give the same plan; a plan applied is followed by an empty
-one at the same `now`; what is dirty plus what time made due is enough: it decides what looking at everything would.
-Nothing is kept between calls.
+one at the same `now`; what is dirty plus what time made due is enough: it decides what looking at everything would,
+whole or in parts. Nothing is kept between calls.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Iterable
+
 from llmgw.core import adoption
 from llmgw.core.draft import Draft, Pass
-from llmgw.core.fleet import declared_gone, forget, is_restoring, judge_nodes, write_fleet
+from llmgw.core.fleet import declared_gone, forget, is_restoring, judge_fleet, judge_nodes
 from llmgw.core.ids import Ids
 from llmgw.core.inventory import Inventory
 from llmgw.core.model import Tended, conclude, tend, tend_leaving
 from llmgw.core.node import Liveness
 from llmgw.core.plan import Plan, Settings, View
-from llmgw.core.snapshot import Dirty, Index
+from llmgw.core.snapshot import Dirty, Index, Rest
 from llmgw.core.units import Now
 
 
@@ -45,7 +51,7 @@ def reconcile(index: Index, dirty: Dirty, *, now: Now, view: View, ids: Ids, set
             settings=settings or Settings(),
             incarnation=meta.record.incarnation,
         )
-        p.tries = p.settings.placements_max
+        p.tries, p.looks = p.settings.placements_max, p.settings.looks_max
         p.restoring = is_restoring(index, p.incarnation)
         _run(p, dirty)
         p.plan.groups = draft.groups
@@ -61,42 +67,65 @@ def due(wakes: dict[tuple[str, str], float], *, now: Now) -> Dirty:
         elif kind == "node":
             found.nodes.add(name)
         else:
-            found.everything = True
+            found.fleet = True
         del wakes[kind, name]
     return found
 
 
 def _run(p: Pass, dirty: Dirty) -> None:
-    index = p.index
-    everything = dirty.everything or p.restoring  # what then waits for its word may get it by a change of anything
-    nodes = _all_nodes(index) if everything else set(dirty.nodes)
-    adoption.answer(p.draft, nodes, incarnation=p.incarnation, restoring=p.restoring, now=p.now)
+    index, left = p.index, p.plan.left
+    rest = Rest() if dirty.everything else dirty.rest
+    nodes = set(_share(p, sorted(dirty.nodes), left.nodes))
+    swept: list[str] = []
+    if rest is not None and not rest.models:
+        swept, rest = _next_nodes(p, rest)
     p.gone = declared_gone(index)
+    _answer(p, nodes.union(swept), dirty.models)
     if not p.restoring:
         forget(p)
-    judge_nodes(p, nodes)
-    if given_up := _given_up(p):  # whoever waited for a word of these need not wait any more
-        adoption.answer(p.draft, given_up, incarnation=p.incarnation, restoring=p.restoring, now=p.now)
-    if write_fleet(p):
-        everything, nodes = True, _all_nodes(index)
+    judge_nodes(p, nodes.union(swept, p.draft.touched.nodes))
+    judged = not left.nodes and (rest is None or rest.models)
+    ended = judged and judge_fleet(p)
+    if ended:
         forget(p)
-        adoption.answer(p.draft, nodes, incarnation=p.incarnation, restoring=False, now=p.now)
-    names = _all_models(index) if everything else _touched_models(p, dirty)
-    for name in sorted(names):
-        tend_leaving(p, name)
-    _models(p, names)
+        rest = Rest(models=True)
+    given_up = _given_up(p)
+    if ended or given_up:  # whoever waited for these need not wait any more
+        _answer(p, nodes | given_up, dirty.models)
+    names = _touched_models(p, models=dirty.models, nodes=nodes)
+    if left.nodes:
+        left.models |= names
+    else:
+        names = set(_share(p, sorted(names), left.models))
+        if rest is not None and rest.models:
+            swept, rest = _next_models(p, rest)
+            names.update(swept)
+        _models(p, names)
+    left.rest = rest
+    p.plan.more = bool(left)
+
+
+def _answer(p: Pass, nodes: set[str], models: set[str]) -> None:
+    """Give the unassigned their word; what had to wait for another pass, waits with its node."""
+    waiting = p.index.standing.unanswered
+    if waiting and p.restoring:  # many can't be answered yet, and need not be asked about in each pass
+        waiting = adoption.concerned(p.index, nodes=nodes, models=models)
+    later = adoption.answer(p.draft, waiting, incarnation=p.incarnation, restoring=p.restoring, now=p.now)
+    p.plan.left.nodes.update(name.partition("/")[0] for name in later)
 
 
 def _models(p: Pass, names: set[str]) -> None:
     """Tend the named models, then those that wait for room if anything about any node changed."""
+    for name in sorted(names):
+        tend_leaving(p, name)
     inventory = Inventory(p.index)
     done: list[Tended | None] = [tend(p, name, inventory) for name in sorted(names)]
     if p.draft.touched.nodes and not p.restoring:
-        done += [tend(p, name, inventory) for name in sorted(_pending(p.index) - names)]
+        waiting = _share(p, sorted(p.index.standing.pending - names), p.plan.left.models)
+        done += [tend(p, name, inventory) for name in waiting]
     for model in (each for each in done if each is not None):
         conclude(p, model, inventory)
         if model.short:
-            p.plan.more = True
             p.plan.left.models.add(model.name)
 
 
@@ -106,24 +135,47 @@ def _given_up(p: Pass) -> set[str]:
     return {name for name, state in states.items() if state is None or state.liveness is Liveness.LOST}
 
 
-def _all_nodes(index: Index) -> set[str]:
-    return {*index.nodes(), *index.assignments_on, *index.reports_on, *index.replicas_on}
-
-
-def _all_models(index: Index) -> set[str]:
-    return {*index.models, *index.model_states, *index.replicas_of}
-
-
-def _pending(index: Index) -> set[str]:
-    """Models with something that fits nowhere: any change of any node may change that."""
-    return {
-        name for name, row in index.model_states.items() if row.record is not None and row.record.unplaced is not None
-    }
-
-
-def _touched_models(p: Pass, dirty: Dirty) -> set[str]:
+def _touched_models(p: Pass, *, models: set[str], nodes: set[str]) -> set[str]:
     """Models that the changes since the last pass, and what this one has done so far, may concern."""
-    names, nodes = dirty.models | p.draft.touched.models, dirty.nodes | p.draft.touched.nodes
+    names, nodes = models | p.draft.touched.models, nodes | p.draft.touched.nodes
     there = (p.index.replicas.record(each) for node in nodes for each in p.index.replicas_on.get(node, ()))
     names |= {replica.model for replica in there if replica is not None}
-    return names | _pending(p.index) if nodes else names
+    return names | p.index.standing.pending if nodes else names
+
+
+def _cost(index: Index, name: str) -> int:
+    """How much there is to look at in a model, or in a node."""
+    return 1 + len(index.replicas_of.get(name, ()))
+
+
+def _share(p: Pass, names: Iterable[str], left: set[str]) -> list[str]:
+    """As many as this pass may still look at, in their order; the others are `left`."""
+    taken: list[str] = []
+    for name in names:
+        if p.looks > 0:
+            p.looks -= _cost(p.index, name)
+            taken.append(name)
+        else:
+            left.add(name)
+    return taken
+
+
+def _next_nodes(p: Pass, rest: Rest) -> tuple[list[str], Rest]:
+    """The next nodes of a look at everything, and what is then left of it."""
+    names = p.index.standing.nodes
+    first = bisect_right(names, rest.after)
+    taken = names[first : first + max(0, p.looks)]
+    p.looks -= len(taken)
+    if first + len(taken) == len(names):
+        return taken, Rest(models=True)
+    return taken, Rest(after=taken[-1]) if taken else rest
+
+
+def _next_models(p: Pass, rest: Rest) -> tuple[list[str], Rest | None]:
+    """The next models of a look at everything, and what is then left of it."""
+    names = sorted({*p.index.models, *p.index.model_states, *p.index.replicas_of})
+    later: set[str] = set()
+    taken = _share(p, names[bisect_right(names, rest.after) :], later)
+    if not later:
+        return taken, None
+    return taken, Rest(models=True, after=taken[-1]) if taken else rest

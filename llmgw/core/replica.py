@@ -212,6 +212,14 @@ class Replica(Record, frozen=True, kw_only=True):
         return starting and self.ready_at is None and len(self.shards) > 1
 
 
+def live_shard(replica: Replica | None, *, node: str, rank: int) -> ReplicaShard | None:
+    """The shard of `replica` with that rank on that node, if its claim has not ended."""
+    if replica is None:
+        return None
+    found = (shard for shard in replica.shards if shard.rank == rank and shard.node == node and not shard.released)
+    return next(found, None)
+
+
 class EngineSecret(Record, frozen=True, kw_only=True):
     """`plan/secrets/<replica>`: the engine's key, for gateways."""
 

@@ -13,14 +13,17 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Final, cast
 
+import msgspec
+
 from llmgw.core.catalog import Alias, EngineSpec, ModelSpec, NodeSpec
 from llmgw.core.ids import split_shard_name
 from llmgw.core.node import Facts, Fleet, NodeState, Session
 from llmgw.core.record import Generation, Head, Leader, Record, Recover, StoreMeta
-from llmgw.core.replica import Assignment, EngineSecret, ModelState, Replica, ShardReport
+from llmgw.core.replica import Assignment, EngineSecret, ModelState, Replica, ShardReport, live_shard
+from llmgw.core.standing import Standing
 from llmgw.core.tree import RECORDS, Change, Kind, Ref, Row, Table
 
-__all__ = ["CHANGED_MIN", "RECORDS", "Change", "Dirty", "Index", "Kind", "Ref", "Row", "Table"]
+__all__ = ["CHANGED_MIN", "RECORDS", "Change", "Dirty", "Index", "Kind", "Ref", "Rest", "Row", "Table"]
 
 CHANGED_MIN: Final = 1000
 """The last changes are known of at least so many nodes, and of twice as many as have a state: nodes may come and go."""
@@ -28,19 +31,41 @@ CHANGED_MIN: Final = 1000
 _DIRTIES_MODEL = frozenset({Kind.MODEL, Kind.MODEL_STATE})
 _DIRTIES_NODE = frozenset({Kind.NODE_SPEC, Kind.NODE_STATE, Kind.SESSION, Kind.FACTS})
 _NAMED_BY_SHARD = frozenset({Kind.ASSIGNMENT, Kind.SHARD})
-_DIRTIES_EVERYTHING = frozenset({Kind.META, Kind.RECOVER, Kind.FLEET, Kind.ENGINE})
+_DIRTIES_EVERYTHING = frozenset({Kind.META, Kind.RECOVER, Kind.ENGINE})
+
+
+class Rest(msgspec.Struct, frozen=True, kw_only=True, order=True):
+    """Where a look at everything goes on: after the node of that name, or (`models`: the nodes are done) that model."""
+
+    models: bool = False
+    after: str = ""
 
 
 @dataclass(kw_only=True)
 class Dirty:
-    """What changed since the last pass: models and nodes by name; `everything` after a reset or a global change."""
+    """What changed since the last pass: models and nodes by name, `fleet` where it concerns none of them by itself.
+
+    `everything` after a reset or a global change: all is to be looked at, however many passes that takes. `rest`: such
+    a look is under way, and this is what it has not come to yet.
+    """
 
     models: set[str] = field(default_factory=set)
     nodes: set[str] = field(default_factory=set)
+    fleet: bool = False
     everything: bool = False
+    rest: Rest | None = None
 
     def __bool__(self) -> bool:
-        return self.everything or bool(self.models) or bool(self.nodes)
+        return self.everything or self.fleet or self.rest is not None or bool(self.models) or bool(self.nodes)
+
+    def add(self, other: Dirty) -> None:
+        """Take in what `other` says is dirty; `other` stays as it is."""
+        self.models |= other.models
+        self.nodes |= other.nodes
+        self.fleet = self.fleet or other.fleet
+        self.everything = self.everything or other.everything
+        rests = [rest for rest in (self.rest, other.rest) if rest is not None]
+        self.rest = min(rests) if rests else None
 
 
 class Index:
@@ -55,6 +80,8 @@ class Index:
         self._tables: dict[Kind, Table[Record]] = {kind: Table() for kind in Kind}
         self.corrupted: set[Ref] = set()
         """Every place whose present value can't be read."""
+        self.standing = Standing()
+        """What concerns more than one node or model."""
         self.memo: dict[str, object] = {}
         """Node -> what `llmgw.core.inventory` derived from that node alone; dropped with whatever dirties the node."""
         self.kept: dict[str, object] = {}
@@ -165,7 +192,7 @@ class Index:
 
     def nodes(self) -> list[str]:
         """Every node that has a session, facts or a state, sorted. A mere `spec/nodes` entry is not a node."""
-        return sorted({*self.sessions, *self.facts, *self.node_states})
+        return list(self.standing.nodes)
 
     def changed_nodes_since(self, tick: int) -> list[str] | None:
         """Nodes of which anything changed after `tick`, each once, the latest first; None: too long ago, so all.
@@ -233,6 +260,7 @@ class Index:
             self.dirty.everything = True
         self._mark(ref, old, new)
         self._join(ref, old, new, present=row is not None)
+        self._stand(ref, old, new)
         return before
 
     def _mark(self, ref: Ref, *records: Record | None) -> None:
@@ -243,6 +271,10 @@ class Index:
             nodes.add(ref.name)
         elif ref.kind in _DIRTIES_EVERYTHING or (ref.kind is Kind.GENERATION and records[0] is None):
             dirty.everything = True
+        elif ref.kind is Kind.FLEET:
+            dirty.fleet = True
+            stores = {record.incarnation if isinstance(record, Fleet) else "" for record in records}
+            dirty.everything = dirty.everything or len(stores) > 1
         elif ref.kind is Kind.SECRET:
             records = (self.replicas.record(ref.name),)
         elif ref.kind in _NAMED_BY_SHARD and (parts := split_shard_name(ref.name)) is not None:
@@ -292,6 +324,36 @@ class Index:
                 _link(self.assignments_of if orders else self.reports_of, parts[1], ref.name, keep=present)
             case _:
                 pass
+
+    def _stand(self, ref: Ref, old: Record | None, new: Record | None) -> None:
+        """Bring `standing` up to date; the tables and joins are."""
+        name, standing = ref.name, self.standing
+        match ref.kind:
+            case Kind.SESSION | Kind.FACTS | Kind.NODE_STATE:
+                known = name in self.facts or name in self.node_states
+                standing.node(name, known=known, session=name in self.sessions)
+                if ref.kind is Kind.NODE_STATE:
+                    standing.node_state(name, cast("NodeState | None", old), cast("NodeState | None", new))
+            case Kind.NODE_SPEC:
+                standing.node_spec(name, cast("NodeSpec | None", new))
+            case Kind.MODEL_STATE:
+                standing.model_state(name, cast("ModelState | None", new))
+            case Kind.SHARD:
+                standing.report(name, cast("ShardReport | None", new))
+            case Kind.ASSIGNMENT:
+                standing.order(name, orphan=self._is_orphan(name))
+            case Kind.REPLICA:
+                for each in self.assignments_of.get(name, ()):
+                    standing.order(each, orphan=self._is_orphan(each))
+            case _:
+                pass
+
+    def _is_orphan(self, name: str) -> bool:
+        """Whether an order is there, readable, and its replica's record does not say that it holds anything there."""
+        order = self.assignments.record(name)
+        if order is None:
+            return False
+        return live_shard(self.replicas.record(order.replica), node=order.node, rank=order.rank) is None
 
 
 def _link(joins: defaultdict[str, set[str]], key: str, name: str, *, keep: bool) -> None:

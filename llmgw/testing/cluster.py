@@ -313,18 +313,15 @@ class Cluster:
 
     def dirty(self) -> Dirty:
         """What a leader would look at now: what changed, and what is due."""
-        dirty, late = self.index.take_dirty(), due(self.wakes, now=self.now)
-        return Dirty(
-            models=dirty.models | late.models,
-            nodes=dirty.nodes | late.nodes,
-            everything=dirty.everything or late.everything,
-        )
+        dirty = self.index.take_dirty()
+        dirty.add(due(self.wakes, now=self.now))
+        return dirty
 
     def step(self, dirty: Dirty | None = None) -> Plan:
         """One pass over what is dirty, applied."""
         plan = self.plan(self.dirty() if dirty is None else dirty)
         self.apply(plan)
-        self.index.dirty.models |= plan.left.models
+        self.index.dirty.add(plan.left)
         return plan
 
     def apply(self, plan: Plan) -> None:
@@ -334,7 +331,7 @@ class Cluster:
             revision = self.index.revision + 1
             self.commit(changes_of(self.index, group, revision=revision), revision=revision)
         self.wakes |= plan.wake_mono_s
-        self.index.dirty.models |= plan.left.models
+        self.index.dirty.add(plan.left)
 
     def settle(self, passes_max: int = 50) -> None:
         """Agents answer and passes run until neither has anything to do. Raises AssertionError if that never ends."""

@@ -18,7 +18,7 @@ from llmgw.core.plan import Group, Plan, Put, Settings, View
 from llmgw.core.reconcile import reconcile
 from llmgw.core.record import Head, Leader, Record, StoreMeta
 from llmgw.core.replica import ModelState, Replica
-from llmgw.core.snapshot import Dirty, Index, Kind, Ref
+from llmgw.core.snapshot import Dirty, Index, Kind, Ref, Rest
 from llmgw.core.units import GB, Now
 from llmgw.errors import Invalid
 from llmgw.obs.status import ControllerStatus
@@ -313,11 +313,7 @@ def test_timers_bring_back_just_what_they_speak_of_when_they_say() -> None:
         await anyio.sleep(100)
         (_, *others) = decide.asked
         assert [round(time_s) for time_s, _, _, _ in others] == [40, 50, 60]
-        assert [(dirty.models, dirty.nodes, dirty.everything) for _, dirty, _, _ in others] == [
-            ({"m"}, set(), False),
-            (set(), {"n"}, False),
-            (set(), set(), True),
-        ]
+        assert [dirty for _, dirty, _, _ in others] == [Dirty(models={"m"}), Dirty(nodes={"n"}), Dirty(fleet=True)]
 
     in_world(scene)
 
@@ -344,6 +340,37 @@ def test_everything_is_looked_at_every_ten_minutes() -> None:
         assert [round(later - earlier) for earlier, later in zip(decide.times, decide.times[1:], strict=False)] == [
             600
         ] * 3
+
+    in_world(scene)
+
+
+def test_a_look_at_everything_goes_on_where_it_was_cut_and_counts_from_its_beginning() -> None:
+    async def scene(world: World) -> None:
+        decide = Scripted()
+        lefts = [Dirty(rest=Rest(after="n"), nodes={"k"}), Dirty(rest=Rest(models=True)), Dirty(rest=Rest(after="z"))]
+        decide.plans = [Plan(more=True, left=left) for left in lefts]
+        world.start("a", decide)
+        await anyio.sleep(300)
+        assert decide.dirty == [Dirty(everything=True), *lefts]
+        apart_s = [later - earlier for earlier, later in zip(decide.times, decide.times[1:], strict=False)]
+        assert apart_s == pytest.approx([CONFIG.pass_interval_s] * 3)
+        await anyio.sleep(400)
+        assert decide.dirty[4:] == [Dirty(everything=True)]
+        assert decide.times[4] == pytest.approx(decide.times[0] + CONFIG.full_pass_s)
+
+    in_world(scene)
+
+
+def test_a_failed_commit_does_not_lose_what_is_left_of_a_look_at_everything() -> None:
+    async def scene(world: World) -> None:
+        decide = Scripted()
+        rest = Rest(models=True, after="m")
+        decide.plans = [Plan(more=True, left=Dirty(rest=rest)), Plan(groups=[note("x")])]
+        a = world.start("a", decide)
+        a.store.judges.append(once(TxnFault(fate=Fate.REFUSED), where=lambda ops: len(ops) > 1))
+        await anyio.sleep(300)
+        assert a.status.commits["failed"] == 1
+        assert decide.dirty == [Dirty(everything=True), Dirty(rest=rest), Dirty(rest=rest)]
 
     in_world(scene)
 

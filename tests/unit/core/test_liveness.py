@@ -336,9 +336,9 @@ def test_only_so_many_are_lost_a_minute_and_the_longest_gone_first(nodes: int, a
 
 def test_a_clock_that_stepped_back_does_not_stop_the_counting() -> None:
     lost = NodeState(name="n1", liveness=LOST, since_at=5000.0)
-    assert losable([lost], now=Now(wall_s=5010.0, mono_s=0.0)) == (0, 50.0)
-    assert losable([lost], now=Now(wall_s=5061.0, mono_s=0.0)) == (1, 0.0)
-    assert losable([lost], now=Now(wall_s=1000.0, mono_s=0.0)) == (1, 0.0)
+    assert losable(1, [lost], now=Now(wall_s=5010.0, mono_s=0.0)) == (0, 50.0)
+    assert losable(1, [lost], now=Now(wall_s=5061.0, mono_s=0.0)) == (1, 0.0)
+    assert losable(1, [lost], now=Now(wall_s=1000.0, mono_s=0.0)) == (1, 0.0)
 
 
 def test_observing_keeps_the_first_sight_and_forgets_who_is_back() -> None:

@@ -882,7 +882,7 @@ def test_due_gives_what_time_made_due_and_takes_it_out() -> None:
     found = due(wakes, now=c.now)
     assert (found.models, found.nodes, found.everything) == ({"m"}, {"n"}, False)
     assert wakes == {("model", "later"): 101.0}
-    assert due({("fleet", ""): 1.0}, now=c.now).everything
+    assert due({("fleet", ""): 1.0}, now=c.now) == Dirty(fleet=True)
 
 
 def test_ids_are_fresh_or_it_is_a_bug() -> None:

@@ -46,6 +46,7 @@ def test_a_listing_gives_the_same_index_as_the_history_that_led_to_it() -> None:
     fresh.reset(reversed(listing(c.index)), revision=c.index.revision)
     assert dict(fresh.rows()) == dict(c.index.rows())
     assert joins(fresh) == joins(c.index)
+    assert fresh.standing == c.index.standing
     assert fresh.revision == c.index.revision
     assert fresh.take_dirty().everything
 
@@ -99,11 +100,11 @@ def test_what_is_dirty_follows_from_what_changed() -> None:
         c.index.take_dirty()
         c.index.swap(Ref(kind, each), row)
         assert c.index.take_dirty() == Dirty(models=models, nodes=nodes), kind
-    for kind in (Kind.META, Kind.FLEET):
+    for kind, expected in ((Kind.META, Dirty(everything=True)), (Kind.FLEET, Dirty(fleet=True))):
         row = c.index.row(Ref(kind))
         assert row is not None
         c.index.swap(Ref(kind), row)
-        assert c.index.take_dirty() == Dirty(everything=True), kind
+        assert c.index.take_dirty() == expected, kind
 
 
 def test_what_decides_nothing_dirties_nothing() -> None:
