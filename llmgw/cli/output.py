@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import sys
+import textwrap
 import unicodedata
 from collections.abc import Iterator, Sequence
 from typing import IO, Any, Final
@@ -26,6 +27,9 @@ _UNSAFE: Final = re.compile(
     "[\\x00-\\x08\\x0a-\\x1f\\x7f-\\x9f\\u200e\\u200f\\u2028-\\u202e\\u2066-\\u2069\\ud800-\\udfff]"
 )
 """Control characters other than a tab, what reorders text on a screen, and halves of surrogate pairs."""
+
+FLOW_MIN: Final = 20
+"""Narrower than this, in columns, nothing is broken: the terminal does that as well."""
 
 
 class ReaderGone(Exception):
@@ -51,6 +55,15 @@ def say(text: str = "", *, err: bool = False) -> None:
     lines = (clean(line) for line in text.split("\n"))
     with _writing():
         print("\n".join(lines), file=stream, flush=True)
+
+
+def flow(head: str, text: str) -> None:
+    """A line for people, after `head`. On a terminal it is broken to fit, and goes on below where it began."""
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
+    room = columns - width(head)
+    parts = textwrap.wrap(clean(text), room, break_on_hyphens=False) if room >= FLOW_MIN else [text]
+    for i, part in enumerate(parts or [""]):
+        say(f"{head if i == 0 else ' ' * width(head)}{part}".rstrip())
 
 
 def agree(question: str) -> None:

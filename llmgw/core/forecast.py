@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
+from llmgw.core.apply import ApplyPlan
 from llmgw.core.explain import Unplaced
 from llmgw.core.fleet import is_restoring, released_nodes, unreported
 from llmgw.core.ids import Ids
@@ -21,6 +22,7 @@ from llmgw.core.lifecycle import is_frozen, is_live, replicas_of
 from llmgw.core.liveness import judge_guard
 from llmgw.core.node import Guard, Liveness, NodeState
 from llmgw.core.plan import Delete, Put, Settings, View, Write
+from llmgw.core.record import Generation
 from llmgw.core.rehearsal import Rehearsal, serves
 from llmgw.core.replica import ModelState, Replica, Retire, Rollout
 from llmgw.core.snapshot import Index, Kind, Ref
@@ -79,8 +81,8 @@ class ModelForecast(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def changes(self) -> tuple[Step, ...]:
-        """The steps that are more than staying as it is."""
-        return tuple(step for step in self.steps if step.action is not Action.KEEP)
+        """The steps worth a word: all but plain staying."""
+        return tuple(step for step in self.steps if step.action is not Action.KEEP or step.why)
 
     @property
     def whole(self) -> bool:
@@ -164,6 +166,18 @@ def forecast(
     )
 
 
+def writes_of(plan: ApplyPlan, index: Index) -> tuple[Write, ...]:
+    """What an apply would write, its generation included."""
+    if not plan.edits:
+        return ()
+    row = index.generation
+    number = 0 if row is None or row.record is None else row.record.number
+    edits = [
+        Delete(ref=edit.ref) if edit.record is None else Put(ref=edit.ref, record=edit.record) for edit in plan.edits
+    ]
+    return (Put(ref=Ref(Kind.GENERATION), record=Generation(number=number + 1)), *edits)
+
+
 def _lost(index: Index, name: str, now: Now) -> Iterator[Write]:
     """The node's session is gone and everybody has given it up."""
     state, session = index.node_states.record(name), index.sessions.record(name)
@@ -213,10 +227,29 @@ def _model(index: Index, then: Rehearsal, otherwise: Rehearsal, name: str) -> Mo
         steps=steps,
         gap=name in then.dark and bool(wanted),
         under_way=same,
-        unplaced=None if after is None else after.unplaced,
+        unplaced=None if after is None or after.unplaced is None else _told(after.unplaced, then),
         rollout=Rollout.NONE if after is None else after.rollout,
         reason="" if after is None else after.reason,
     )
+
+
+def _told(unplaced: Unplaced, then: Rehearsal) -> Unplaced:
+    """The refusals with replicas that do not exist yet named for what they are: their ids will be others."""
+
+    def known(text: str) -> str:
+        for replica in then.placed.values() if text else ():
+            text = text.replace(replica.id, f"a new {replica.model}")
+        return text
+
+    nearest = tuple(
+        msgspec.structs.replace(
+            refusal,
+            holders=tuple((known(name), amount) for name, amount in refusal.holders),
+            detail=known(refusal.detail),
+        )
+        for refusal in unplaced.nearest
+    )
+    return msgspec.structs.replace(unplaced, nearest=nearest)
 
 
 def _short(state: ModelState | None) -> bool:
@@ -296,6 +329,8 @@ def _stays(index: Index, then: Rehearsal, replica: Replica) -> Step:
         why = "a record of it can't be read, so it is left alone"
     elif away:
         why = f"{', '.join(away)} is not there, and nothing else takes it"
+    elif rolls := why_rolled(index, then.index, replica):
+        why = f"it goes on as it was launched: {rolls}"
     return Step(
         action=Action.STRAND if away else Action.KEEP,
         replica=replica.id,
@@ -314,6 +349,8 @@ def _goes(index: Index, then: Rehearsal, replica: Replica, successor: Replica | 
         same_place = _nodes(successor) == _nodes(replica)
         action = Action.RESTART if rolled or same_place else Action.MOVE
     why = "its node was declared gone for good" if end is None else end.reason
+    if end is not None and end.retire is Retire.REPLACED:
+        why = f"{', '.join(each for each in _nodes(replica) if each not in then.index.sessions)} is gone"
     if rolled:
         why = why_rolled(index, then.index, replica) or why
     return Step(

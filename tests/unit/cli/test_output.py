@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
-from llmgw.cli.output import clean, fit, json_bytes, table, width
+from llmgw.cli.output import clean, fit, flow, json_bytes, table, width
 from llmgw.core.ids import Secret
 
 
@@ -46,3 +47,23 @@ def test_the_widest_columns_give_way_first() -> None:
     assert fit([5, 60, 8], 33) == [5, 20, 8]
     assert fit([5, 60, 40], 45) == [5, 20, 20]
     assert fit([5, 5], 1) == [1, 1]
+
+
+def test_a_line_is_broken_on_a_terminal_and_goes_on_below_where_it_began(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "needs 9 GB; 16 GB in all, 9 GB promised to qwen-7b-abcde, \x1b[31m2 GB to gemma-fghij"
+    flow("  - ", text)
+    assert capsys.readouterr().out == "  - " + text.replace("\x1b", "\\x1b") + "\n"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "40")
+    flow("  - ", text)
+    flow("", "")
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert last == ""
+    assert all(len(line) <= 40 for line in lines)
+    assert [line[:4] for line in lines] == ["  - ", *["    "] * (len(lines) - 1)]
+    assert " ".join(line[4:] for line in lines) == text.replace("\x1b", "\\x1b")
+    monkeypatch.setenv("COLUMNS", "10")
+    flow("  - ", text)
+    assert capsys.readouterr().out.count("\n") == 1

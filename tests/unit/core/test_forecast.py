@@ -156,7 +156,7 @@ def test_without_a_node_its_replicas_move_and_a_single_one_leaves_a_gap() -> Non
     node = c.one("single").shards[0].node
     told = foretell(c, without=(node,))
     step = only(told, "single")
-    assert (step.action, step.was, step.why) == (Action.MOVE, (node,), "its node is lost and enough others serve")
+    assert (step.action, step.was, step.why) == (Action.MOVE, (node,), f"{node} is gone")
     assert step.nodes != (node,)
     assert of(told, "single").gap
     assert [each.was for each in of(told, "double").changes] == [(node,)]
