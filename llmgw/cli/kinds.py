@@ -14,7 +14,7 @@ import msgspec
 
 from llmgw.core.explain import Constraint, summarise
 from llmgw.core.inventory import NodeInventory, node_inventory
-from llmgw.core.model_text import why_now
+from llmgw.core.model_text import asleep, range_text, why_now
 from llmgw.core.node import GpuHealth, credible
 from llmgw.core.snapshot import Index, Kind, Ref
 from llmgw.core.units import GB, format_bytes, format_number
@@ -127,12 +127,12 @@ def _model(index: Index, name: str, wall_s: float) -> Row:
     spec, state = index.models.record(name), index.model_states.record(name)
     why = ""
     if state is not None:
-        why = why_now(state, wall_s) or ("" if state.unplaced is None else summarise(state.unplaced))
+        why = why_now(state, wall_s) or ("" if state.unplaced is None else summarise(state.unplaced)) or asleep(state)
     if spec is None and Ref(Kind.MODEL, name) not in {ref for ref, _ in index.corrupt()}:
         why = "; ".join(part for part in ("not in the catalog any more", why) if part)
     return (
         name,
-        UNKNOWN if state is None else f"{state.ready}/{state.wanted}",
+        UNKNOWN if state is None else f"{state.ready}/{state.wanted}{range_text(spec)}",
         UNKNOWN if spec is None else spec.task.value,
         UNKNOWN if spec is None else spec.source,
         UNKNOWN if spec is None else ", ".join(profile.name for profile in spec.profiles),

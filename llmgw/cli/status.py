@@ -11,6 +11,7 @@ import click
 from llmgw.cli.connection import Connection, read_index, store_options
 from llmgw.cli.kinds import KINDS, UNKNOWN
 from llmgw.cli.output import emit_as, say
+from llmgw.core.model_text import asleep
 from llmgw.core.snapshot import Index, Kind
 from llmgw.obs.clock import system_wall
 from llmgw.store import codec
@@ -93,7 +94,9 @@ def _lines(index: Index, endpoints: tuple[str, ...], wall_s: float) -> Iterator[
     yield "replicas", _counts(Counter(phase or "unreadable" for phase in phases))
     states = {name: index.model_states.record(name) for name in _models(index)}
     short = [name for name, state in states.items() if state is None or state.ready < state.wanted]
-    yield "models", f"{len(states) - len(short)} of {len(states)} as wanted" if states else "none"
+    sleeping = sum(bool(asleep(state)) for state in states.values())
+    told = f"{len(states) - len(short)} of {len(states)} as wanted" + (f", {sleeping} asleep" if sleeping else "")
+    yield "models", told if states else "none"
     for name in short:
         _, ready, *_, why = KINDS["models"].row(index, name, wall_s)
         unseen = UNKNOWN if name in index.model_states else "no controller has looked at it yet"

@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from llmgw.core.live import LoadView
 from llmgw.core.node import Liveness, credible
 from llmgw.core.snapshot import Index
 from llmgw.obs.status import ControllerStatus, StoreFigures
@@ -45,6 +46,7 @@ class ControllerCollector(Collector):
         if status.mirror is not None and status.mirror.ready:
             if status.term is not None:
                 yield from fleet(status.mirror.index)
+                yield from _load(status.load)
             corrupt = Counter(ref.kind.value.rstrip("/") for ref, _ in status.mirror.index.corrupt())
             yield _gauge("llmgw_corrupt_records", "Keys whose value can't be read.", ("kind",), _counts(corrupt))
 
@@ -107,6 +109,20 @@ def fleet(index: Index) -> Iterator[Metric]:
         (),
         [((), None if known is None else float(known.guard.on))],
     )
+
+
+def _load(load: LoadView | None) -> Iterator[Metric]:
+    """What was sampled of the models that follow their load. No sample for what is known in part: that is unknown."""
+    known = load is not None and load.missing == ""
+    seen = load.models if load is not None and known else {}
+    yield _gauge(
+        "llmgw_load_known",
+        "1 while every gateway tells its load; else no replica is taken away.",
+        (),
+        [((), None if load is None else float(known))],
+    )
+    text = "Requests in flight and queued at all gateways, of a model that follows its load."
+    yield _gauge("llmgw_model_load", text, ("model",), (((name,), each.load) for name, each in sorted(seen.items())))
 
 
 def _nodes(index: Index) -> Iterator[Metric]:

@@ -11,7 +11,7 @@ import msgspec
 
 from llmgw.core.explain import render_at
 from llmgw.core.gpu import flaws
-from llmgw.core.model_text import why_now
+from llmgw.core.model_text import asleep, range_text, why_now
 from llmgw.core.node import Liveness, NodeState, credible
 from llmgw.core.replica import Replica
 from llmgw.core.snapshot import Index
@@ -158,13 +158,15 @@ def _model(index: Index, name: str, now: Now) -> ModelRow:
         why.append("not in the catalog any more")
     if state is not None and state.reason:
         why.append(why_now(state, now.wall_s))
+    if sleeps := asleep(state):
+        why.append(sleeps)
     if state is not None and state.unplaced is not None:
         why += [render_at(refusal) for refusal in state.unplaced.nearest]
     return ModelRow(
         name=name,
         source="-" if spec is None else spec.source,
         ready="-" if state is None else str(state.ready),
-        wanted="-" if state is None else str(state.wanted),
+        wanted="-" if state is None else f"{state.wanted}{range_text(spec)}",
         short=state is None or state.ready < state.wanted,
         replicas=tuple(_replica(one) for one in replicas if one is not None),
         why=tuple(why),

@@ -11,11 +11,20 @@ import pytest
 import trio
 
 from llmgw.config import ControllerConfig, split_listen
-from llmgw.core.catalog import Alias, ModelSpec
+from llmgw.core.catalog import Alias, ModelSpec, Scaling
 from llmgw.core.ids import Secret
 from llmgw.core.node import Facts, Fleet, Guard, Liveness, NodeState, Session
 from llmgw.core.record import Leader, Record, StoreMeta
-from llmgw.core.replica import Claim, EngineSecret, ModelState, Replica, ReplicaPhase, ReplicaShard
+from llmgw.core.replica import (
+    Claim,
+    EngineSecret,
+    ModelState,
+    Replica,
+    ReplicaPhase,
+    ReplicaShard,
+    ScaleCause,
+    ScaleState,
+)
 from llmgw.core.snapshot import Change, Index, Kind, Ref
 from llmgw.errors import Invalid
 from llmgw.obs.metrics import registry
@@ -183,6 +192,16 @@ def test_the_page_shows_who_leads_nodes_models_and_why_not_more() -> None:
         "gpt",
     ):
         assert text in html, text
+
+
+def test_a_model_that_sleeps_lacks_nothing() -> None:
+    bench = Bench()
+    scale = ScaleState(wanted=0, since_at=0.0, cause=ScaleCause.IDLE)
+    bench.put(Kind.MODEL, "m", ModelSpec(name="m", source="m.gguf", scaling=Scaling(min=0, max=4)))
+    bench.put(Kind.MODEL_STATE, "m", ModelState(name="m", wanted=0, placed=0, ready=0, scale=scale))
+    html = bench.page()
+    assert ">0 (0-4)<" in html
+    assert "asleep: no request for a while" in html
 
 
 def test_unknown_is_not_shown_as_zero() -> None:

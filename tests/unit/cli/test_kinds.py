@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from llmgw.cli.kinds import KINDS
-from llmgw.core.catalog import ModelSpec, NodeSpec, Profile, Task
+from llmgw.core.catalog import ModelSpec, NodeSpec, Profile, Scaling, Task
 from llmgw.core.ids import Secret
 from llmgw.core.node import Build, EngineFacts, Facts, Gpu, GpuHealth, Liveness, NodeState
 from llmgw.core.record import Record
@@ -22,6 +22,8 @@ from llmgw.core.replica import (
     Replica,
     ReplicaPhase,
     ReplicaShard,
+    ScaleCause,
+    ScaleState,
     ShardPhase,
     ShardReport,
 )
@@ -170,6 +172,25 @@ def test_a_model_that_backs_off_says_when_it_is_tried_again() -> None:
     assert why(retry_at=100.0).endswith("m-1: died")
     assert why(reason="rollout stopped: m-1: died").endswith("rollout stopped: m-1: died")
     assert "next try" not in why(reason="", failure="")
+
+
+def test_a_model_that_follows_its_load_says_between_which_numbers_and_whether_it_is_asleep() -> None:
+    spec = ModelSpec(name="m", source="x", scaling=Scaling(min=0, max=4))
+    up = ScaleState(wanted=1, since_at=0.0, cause=ScaleCause.WAKE)
+
+    def cells(wanted: int, scale: ScaleState | None, **fields: object) -> tuple[str, str]:
+        state = ModelState(name="m", wanted=wanted, placed=wanted, ready=wanted, scale=scale)
+        state = msgspec.structs.replace(state, **fields)
+        made = row("models", "m", {Ref(Kind.MODEL, "m"): spec, Ref(Kind.MODEL_STATE, "m"): state})
+        return made[1], made[-1]
+
+    assert cells(1, up) == ("1/1 (0-4)", "")
+    idle = msgspec.structs.replace(up, wanted=0, cause=ScaleCause.IDLE)
+    assert cells(0, idle) == ("0/0 (0-4)", "asleep: no request for a while")
+    new = msgspec.structs.replace(up, wanted=0, cause=ScaleCause.START)
+    assert cells(0, new) == ("0/0 (0-4)", "asleep: no request yet")
+    assert cells(0, new, reason="restoring") == ("0/0 (0-4)", "restoring")
+    assert cells(0, None) == ("0/0 (0-4)", "")
 
 
 def test_replicas_and_shards() -> None:

@@ -279,7 +279,8 @@ def test_scaling(scaling: str, says: str) -> None:
 
 
 def test_scaling_by_load_is_read_as_written() -> None:
-    text = "models:\n  m: {source: x, profiles: [{name: p, engine: vllm}], scaling: {min: 0, max: 4, target_load: 2.5}}\n"
+    scaling = "{min: 0, max: 4, target_load: 2.5}"
+    text = f"models:\n  m: {{source: x, profiles: [{{name: p, engine: vllm}}], scaling: {scaling}}}\n"
     spec = load_catalog([("a.yaml", text)]).catalog.models["m"]
     assert spec.scaling == Scaling(min=0, max=4, target_load=2.5, idle_s=900.0)
     spec = load_catalog([("a.yaml", text.replace("target_load: 2.5", "idle_s: 0"))]).catalog.models["m"]

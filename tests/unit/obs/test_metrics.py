@@ -8,9 +8,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from llmgw.core.ids import Secret
+from llmgw.core.live import LoadView, Seen
 from llmgw.core.node import Facts, Fleet, Guard, Liveness, NodeState
 from llmgw.core.record import Leader, Record
-from llmgw.core.replica import Claim, EngineSecret, ModelState, Replica, ReplicaPhase, ReplicaShard
+from llmgw.core.replica import Claim, EngineSecret, ModelState, Replica, ReplicaPhase, ReplicaShard, ScaleCause
 from llmgw.core.snapshot import Change, Index, Kind, Ref
 from llmgw.obs.metrics import registry
 from llmgw.obs.status import ControllerStatus
@@ -179,6 +180,20 @@ def test_the_fleet_in_numbers() -> None:
     assert found["llmgw_corrupt_records"] == {(("kind", "spec/aliases"),): 1}
     assert found["llmgw_controller_term"] == {(): 7}
     assert found["llmgw_controller_renewed_age_seconds"] == {(): 2}
+
+
+def test_load_is_told_only_while_all_of_it_is_known() -> None:
+    bench = Bench()
+    seen = Seen(wanted=2, cause=ScaleCause.LOAD, load=7, target=4.0)
+    assert not {"llmgw_load_known", "llmgw_model_load"} & bench.scrape().keys()
+    bench.status.load = LoadView(models={"m": seen}, missing="")
+    found = bench.scrape()
+    assert found["llmgw_load_known"] == {(): 1}
+    assert found["llmgw_model_load"] == {(("model", "m"),): 7}
+    bench.status.load = LoadView(models={"m": seen}, missing="no gateway tells its load")
+    found = bench.scrape()
+    assert found["llmgw_load_known"] == {(): 0}
+    assert "llmgw_model_load" not in found
 
 
 def test_a_released_claim_is_not_counted() -> None:
