@@ -11,6 +11,7 @@ from llmgw.core.autoscale import has_range
 from llmgw.core.catalog import ModelSpec
 from llmgw.core.explain import Receipt
 from llmgw.core.explanation import Explanation, Standing, Verdicts
+from llmgw.core.model_text import asleep
 from llmgw.core.replica import Claim, ModelState, Rollout, ScaleState
 from llmgw.core.units import format_bytes, format_number
 
@@ -84,8 +85,8 @@ def _scale(spec: ModelSpec, state: ModelState, wall_s: float) -> str:
     bounds = f"{spec.scaling.min} to {spec.scaling.max} by load"
     if state.scale is None:
         return f"{bounds}; no load is known yet"
-    asleep = "asleep, the next request wakes it; " if state.scale.wanted == 0 else ""
-    return f"{bounds}; {asleep}{state.scale.wanted} for {_time(wall_s - state.scale.since_at)}: {_cause(state.scale)}"
+    sleeps = f"{said}, the next one wakes it; " if (said := asleep(state)) else ""
+    return f"{bounds}; {sleeps}{state.scale.wanted} for {_time(wall_s - state.scale.since_at)}: {_cause(state.scale)}"
 
 
 def _cause(scale: ScaleState) -> str:

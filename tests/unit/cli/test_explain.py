@@ -208,7 +208,7 @@ SCALE: list[tuple[ScaleState | None, str]] = [
     ),
     (
         ScaleState(wanted=0, since_at=999_990.0, cause=ScaleCause.IDLE),
-        "0 to 5 by load; asleep, the next request wakes it; 0 for 10 s: idle",
+        "0 to 5 by load; asleep: no request for a while, the next one wakes it; 0 for 10 s: idle",
     ),
 ]
 
