@@ -145,17 +145,15 @@ class Rehearsal:
         return False
 
     def _pass(self) -> None:
-        dirty, late = self.index.take_dirty(), due(self._wakes, now=self._now)
-        dirty.models |= late.models
-        dirty.nodes |= late.nodes
-        dirty.everything = dirty.everything or late.everything
+        dirty = self.index.take_dirty()
+        dirty.add(due(self._wakes, now=self._now))
         self._view = observe(self._view, self.index, self._now)
         plan = reconcile(self.index, dirty, now=self._now, view=self._view, ids=self._ids, settings=self._settings)
         before = set(self.retired)
         for group in plan.groups:
             self.write(group.writes)
         self._wakes |= plan.wake_mono_s
-        self.index.dirty.models |= plan.left.models
+        self.index.dirty.add(plan.left)
         for replica in (self.retired[each] for each in sorted(self.retired.keys() - before)):
             if replica.retire is Retire.ROLLED and self._lacks(replica.model):
                 self.went_first.add(replica.id)

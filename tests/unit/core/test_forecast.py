@@ -338,6 +338,18 @@ def test_a_replica_on_its_way_out_is_not_told_again() -> None:
     assert of(foretell(c), "a").steps == ()
 
 
+def test_passes_that_are_cut_short_are_gone_on_with() -> None:
+    c = cluster("n1", "n2", "n3")
+    c.model("a", cpu_profile(9.0), replicas=2)
+    c.settle()
+    c.settings = msgspec.structs.replace(c.settings, placements_max=1, looks_max=1)
+    told = foretell(c, model("b", cpu_profile(1.0), replicas=5), model("big", cpu_profile(99.0)), without=("n1",))
+    assert told.settled
+    assert [step.action for step in of(told, "b").steps] == [Action.PLACE] * 5
+    assert of(told, "big").unplaced is not None
+    assert of(told, "a").ready == (2, 2)
+
+
 def test_a_forecast_that_does_not_settle_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     c = cluster("n1")
     monkeypatch.setattr(rehearsal, "ROUNDS_MAX", 1)
