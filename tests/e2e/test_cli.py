@@ -29,6 +29,7 @@ from llmgw.store import keys
 from llmgw.store.codec import encode_stored
 from llmgw.store.etcd import EtcdStore, open_etcd
 from llmgw.store.port import PutOp
+from llmgw.testing.cluster import Cluster, cpu_profile
 from llmgw.testing.etcd import Etcd
 
 pytestmark = [pytest.mark.e2e, pytest.mark.etcd]
@@ -477,6 +478,48 @@ def test_h05_control_characters_in_what_others_wrote_do_not_reach_a_terminal(cli
         assert b"\x1b" not in seen
         assert b"\x07" not in seen
         assert b"red" in seen
+
+
+# --- why, and what if -----------------------------------------------------------------------------------------------
+
+
+def grown(cli: Cli) -> Cluster:
+    """A cluster of three nodes and a model that has come to rest, written into the store as it is."""
+    c = Cluster()
+    for name in ("node-1", "node-2", "node-3"):
+        c.node(name)
+    c.settle()
+    c.model("a", cpu_profile(9.0), replicas=2)
+    c.settle()
+
+    async def put(store: EtcdStore) -> None:
+        for ref, row in c.index.rows():
+            assert row.record is not None
+            await store.txn([], [PutOp(key=keys.key(ref), value=encode_stored(row.record))])
+
+    cli.on_store(put)
+    return c
+
+
+def test_explain_and_plan_only_read_and_fit_the_terminal(cli: Cli) -> None:
+    c = grown(cli)
+    before = cli.revision()
+    node = c.replicas("a")[0].shards[0].node
+    for args, code, said in (
+        (["explain", "a"], 0, f"  claims    9 GB of memory on {node}\n"),
+        (["explain", "aa"], 3, ""),
+        (["plan", "--without", node], 0, f"{node} is gone\n"),
+        (["plan", "--without", "node-1", "--without", "node-2"], 6, "the guard would hold: 2 of 3 nodes"),
+        (["plan", "--without", "node-4"], 3, ""),
+        (["plan", "-f", cli.write("c.yaml", f"models: {{b: {OK}}}\n"), "--prune"], 0, "the model was removed\n"),
+    ):
+        done = cli(*args)
+        assert (done.returncode, said in done.stdout) == (code, True), (args, done)
+        assert "Traceback" not in done.stderr
+    drawn = on_terminal(cli, "explain", "a", columns=50)
+    assert b"\x1b" not in drawn
+    assert all(len(line) <= 50 for line in drawn.decode().splitlines())
+    assert cli.revision() == before
 
 
 # --- looking and watching -------------------------------------------------------------------------------------------
