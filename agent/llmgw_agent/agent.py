@@ -293,7 +293,10 @@ class Agent:
         )
 
     async def _look(self, ask: ev.LookAtTree) -> None:
-        look = await self._host.look(ask.shard, ask.process, whole=ask.whole)
+        if ask.until_gone:
+            look = await self._host.gone(ask.shard, ask.process)
+        else:
+            look = await self._host.look(ask.shard, ask.process, whole=ask.whole)
         self._post(ev.TreeLooked(shard=ask.shard, incarnation=ask.incarnation, whole=ask.whole, look=look))
 
     async def _probe(self, ask: ev.ProbeEngine) -> None:

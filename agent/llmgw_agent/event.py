@@ -142,12 +142,13 @@ class StartEngine(Message, frozen=True, kw_only=True):
 
 
 class LookAtTree(Message, frozen=True, kw_only=True):
-    """Look at the processes; `TreeLooked` is due."""
+    """Look at the processes; `TreeLooked` is due. With `until_gone` not before the main process is gone."""
 
     shard: str
     incarnation: str | None
     process: Process | None
     whole: bool
+    until_gone: bool = False
 
 
 class ProbeEngine(Message, frozen=True, kw_only=True):

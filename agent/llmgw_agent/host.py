@@ -8,7 +8,7 @@ trio's MockClock on a fake one. Calls never raise for what may happen to a machi
 from __future__ import annotations
 
 import enum
-from typing import Protocol
+from typing import Final, Protocol
 
 import msgspec
 
@@ -114,6 +114,10 @@ class Silent(msgspec.Struct, frozen=True, kw_only=True):
 Probe = Loading | Working | Wrong | Silent
 
 
+LOOK_S: Final = 1.0
+"""How often a running engine's main process is looked at, seconds."""
+
+
 class Host(Protocol):
     """One machine and the one data directory of this agent on it."""
 
@@ -150,6 +154,10 @@ class Host(Protocol):
 
     async def look(self, shard: str, process: Process | None, *, whole: bool) -> Look:
         """Whether the main process lives; with `whole`, how many processes of the shard's tree do, in any session."""
+        ...
+
+    async def gone(self, shard: str, process: Process | None) -> Look:
+        """As `look`, as soon as the main process is gone (seen within `LOOK_S`)."""
         ...
 
     async def signal(self, shard: str, process: Process | None, *, kill: bool) -> None:

@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+import anyio
 import httpx2
 
 from llmgw.config import AgentConfig
@@ -35,7 +36,7 @@ from llmgw_agent.engines.find import Survey, survey
 from llmgw_agent.engines.launch import MARK, PORT, Launch, NodeView
 from llmgw_agent.exit import exit_words
 from llmgw_agent.facts import Machine, build_facts, look_at_machine, threads
-from llmgw_agent.host import Found, Launched, Loaded, Look, Probe, Purpose, StartFailed
+from llmgw_agent.host import LOOK_S, Found, Launched, Loaded, Look, Probe, Purpose, StartFailed
 from llmgw_agent.progress import Progress
 from llmgw_agent.state import Process, SavedState
 
@@ -71,8 +72,7 @@ async def open_host(config: AgentConfig, *, subreaper: bool = False) -> AsyncIte
     try:
         stat = os.fstat(lock)
         # Node addresses and loopback are never reached through a proxy.
-        limits = httpx2.Limits(keepalive_expiry=HTTP_IDLE_S)
-        async with httpx2.AsyncClient(trust_env=False, limits=limits) as http:
+        async with httpx2.AsyncClient(trust_env=False, limits=httpx2.Limits(keepalive_expiry=HTTP_IDLE_S)) as http:
             host = LinuxHost(config, http, data=f"{stat.st_dev}:{stat.st_ino}", boot_id=proc.boot_id())
             host.buries_all = subreaper
             yield host
@@ -137,8 +137,7 @@ class LinuxHost:
     # --- state --------------------------------------------------------------------------------------------------
 
     async def load(self) -> Loaded:
-        load = partial(statefile.load, self._directory)
-        return await patiently(f"the data directory {self._directory}", load)
+        return await patiently(f"the data directory {self._directory}", partial(statefile.load, self._directory))
 
     async def save(self, state: SavedState) -> None:
         try:
@@ -235,6 +234,11 @@ class LinuxHost:
         except Hung as error:
             log.warning("can't look at an engine", extra={"fields": {"shard": shard, "why": str(error)}})
             return Look(alive=True, left=1)
+
+    async def gone(self, shard: str, process: Process | None) -> Look:
+        while (look := await self.look(shard, process, whole=False)).alive:  # noqa: ASYNC110  # /proc has no events
+            await anyio.sleep(LOOK_S)
+        return look
 
     def _look(self, shard: str, process: Process | None, *, whole: bool) -> Look:
         if not whole:

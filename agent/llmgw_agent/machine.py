@@ -193,6 +193,8 @@ class Machine:
         self._story.append(entry)
         self._news.append(entry)
         before = shard.phase
+        if shard.stage is Stage.READY:
+            shard.looking = False  # the look that is out waits for an end that may be far away
         shard.stage, shard.stage_mono_s = stage, self._now.mono_s
         shard.due_mono_s = None if due_s is None else self._now.mono_s + due_s
         shard.after = after or (shard.after if stage in GOING else None)

@@ -15,17 +15,14 @@ from llmgw.core.ids import Ids
 from llmgw.core.replica import Desired, ShardReport
 from llmgw.core.units import Now
 from llmgw_agent import event as ev
-from llmgw_agent.host import Loading, Look, Purpose, Silent, Working, Wrong
+from llmgw_agent.host import LOOK_S, Loading, Look, Purpose, Silent, Working, Wrong
 from llmgw_agent.machine import Machine, progress_every_s
 from llmgw_agent.restore import restore
 from llmgw_agent.shard import ALIVE, GONE, Shard, Stage, wants_stop
 from llmgw_agent.state import SavedState
 
-LOOK_S: Final = 1.0
-"""How often a running engine's main process is looked at, seconds."""
-
 LOOK_GOING_S: Final = 0.2
-"""The same for a tree that is to go, all of it."""
+"""How often a tree that is to go is looked at, all of it, seconds."""
 
 PROBE_LOADING_S: Final = 0.25
 PROBE_LOADING_LONG_S: Final = 1.0
@@ -372,7 +369,13 @@ class Supervisor(Machine):
             if shard.stage is Stage.LOADING and now_s >= shard.weigh_mono_s:
                 whole, shard.weigh_mono_s = True, now_s + progress_every_s(shard)
             self._out.append(
-                ev.LookAtTree(shard=shard.name, incarnation=shard.incarnation, process=shard.process, whole=whole)
+                ev.LookAtTree(
+                    shard=shard.name,
+                    incarnation=shard.incarnation,
+                    process=shard.process,
+                    whole=whole,
+                    until_gone=shard.stage is Stage.READY,
+                )
             )
         purpose = _PURPOSE.get(shard.stage)
         if purpose is None or shard.probing or now_s < shard.probe_mono_s:

@@ -23,6 +23,7 @@ from llmgw.core.replica import Assignment
 from llmgw.testing.seed import Random
 from llmgw.testing.virtual import pause
 from llmgw_agent.host import (
+    LOOK_S,
     Found,
     Launched,
     Loaded,
@@ -94,6 +95,8 @@ class Engine:
     started_s: float
     ends_s: float = math.inf
     exit: str = ""
+    ended: anyio.Event = field(default_factory=anyio.Event)
+    """Set when it is known when it ends."""
     hung: bool = False
     idle_s: float | None = None
 
@@ -116,6 +119,8 @@ class Engine:
         """It ends at `at_s`, unless it ends before that anyway."""
         if at_s < self.ends_s:
             self.ends_s, self.exit = at_s, how
+            self.ended.set()
+            self.ended = anyio.Event()
 
 
 @dataclass(kw_only=True, eq=False)
@@ -252,6 +257,14 @@ class FakeHost:
         left = sum(engine.alive for engine in mine) if whole else int(alive)
         ended = next((engine.exit for engine in mine if engine.process == process and not engine.alive), "")
         return Look(alive=alive, left=left, exit=ended)
+
+    async def gone(self, shard: str, process: Process | None) -> Look:
+        engine = next((engine for engine in self._machine.engines if engine.process == process), None)
+        while engine is not None and engine.alive:
+            with anyio.CancelScope(deadline=engine.ends_s):
+                await engine.ended.wait()
+        await self._pause(self._machine.random.uniform(0, LOOK_S))
+        return await self.look(shard, process, whole=False)
 
     async def signal(self, shard: str, process: Process | None, *, kill: bool) -> None:
         await self._pause(0.001)

@@ -139,6 +139,7 @@ class Bench:
         self.done: list[ev.Instruction] = []
         self.starts: list[tuple[str, int]] = []
         """(shard, port) of every engine that was started."""
+        self._watched: list[ev.LookAtTree] = []
         self._ids = CountingIds()
         self._pid = 1000
         self.supervisor = self._fresh()
@@ -165,6 +166,7 @@ class Bench:
         """Let time pass, waking the supervisor whenever it wants to be woken."""
         end_s = self.now_s + seconds
         while True:
+            self._tell_gone()
             wake_s = self.supervisor.wake_mono_s()
             if wake_s is None or wake_s > end_s:
                 break
@@ -178,6 +180,7 @@ class Bench:
         if boot is not None:
             self.boot = boot
             self.engines.clear()
+        self._watched.clear()
         state = saved if saved is not None or lost else self.saved
         self.supervisor = self._fresh()
         self.tell(ev.Restored(saved=state, found=self.found(), lost=lost))
@@ -219,6 +222,17 @@ class Bench:
         self.now_s += seconds
         self.wall_s += seconds
 
+    def _tell_gone(self) -> None:
+        """Answer what was asked to be told once an engine is gone."""
+        for ask in [ask for ask in self._watched if not self._is_alive(ask)]:
+            self._watched.remove(ask)
+            look = self._look(ask.shard, whole=ask.whole)
+            self.tell(ev.TreeLooked(shard=ask.shard, incarnation=ask.incarnation, whole=ask.whole, look=look))
+
+    def _is_alive(self, ask: ev.LookAtTree) -> bool:
+        engine = self.engines.get(ask.shard)
+        return engine is not None and engine.process == ask.process and engine.alive
+
     def _step(self, event: ev.Event) -> list[ev.Instruction]:
         changes, reports = self.supervisor.changes, self.supervisor.reports()
         out = self.supervisor.step(event, Now(wall_s=self.wall_s, mono_s=self.now_s))
@@ -236,6 +250,9 @@ class Bench:
                 return self._start(instruction)
             case ev.SignalTree(shard=shard, kill=kill):
                 self._signal(shard, kill=kill)
+                return None
+            case ev.LookAtTree(until_gone=True) if self._is_alive(instruction):
+                self._watched.append(instruction)
                 return None
             case ev.LookAtTree(shard=shard, incarnation=incarnation, whole=whole):
                 look = self._look(shard, whole=whole)
