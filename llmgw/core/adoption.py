@@ -230,6 +230,7 @@ def _adopted(index: Index, orders: list[Assignment], now: Now) -> tuple[Write, .
         phase_at=now.wall_s,
         build=first.launch.build,
         fabric=None if first.gang is None else first.gang.fabric,
+        ports=None if first.gang is None else first.gang.block,
         reason="adopted: it ran without an order",
     )
     record = msgspec.structs.replace(record, phase=observed_phase(index, record))

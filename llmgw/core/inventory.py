@@ -17,6 +17,7 @@ from typing import cast
 import msgspec
 
 from llmgw.core.catalog import EngineSpec
+from llmgw.core.gang_ports import Block, starts
 from llmgw.core.gpu import GpuSlot, flaws, slots
 from llmgw.core.ids import split_shard_name
 from llmgw.core.node import Facts, Liveness, credible
@@ -51,6 +52,7 @@ class NodeInventory(msgspec.Struct, frozen=True, kw_only=True):
     stand in its orders or reports. `corrupt`: why its records can't all be read; then it takes nothing new. `present`:
     there is a session. `store`: the store incarnation its last full report was made for. `gpus`: by index, None when
     the node does not know them. `flaws`: what its facts say that can't be true; then it takes nothing new.
+    `gang_starts`: at which ports a gang's block could begin here (`llmgw.core.gang_ports`).
     """
 
     name: str
@@ -75,6 +77,7 @@ class NodeInventory(msgspec.Struct, frozen=True, kw_only=True):
     weights: frozenset[str] | None
     gpus: tuple[GpuSlot, ...] | None
     flaws: tuple[str, ...]
+    gang_starts: int
 
 
 def node_inventory(index: Index, name: str) -> NodeInventory:
@@ -120,7 +123,27 @@ def _node_inventory(index: Index, name: str) -> NodeInventory:
         weights=None if sets is None else frozenset(each.source for each in sets if each.complete),
         gpus=slots(facts, claims=_gpu_claims(holdings, unclaimed), unaccounted=unaccounted),
         flaws=() if facts is None else flaws(facts),
+        gang_starts=starts(facts, _gang_blocks(index, name)),
     )
+
+
+def _gang_blocks(index: Index, name: str) -> Iterator[Block]:
+    """The ports of every gang that has a member here, or had one: they are its own until its last member is gone.
+
+    A node that can't answer may still have an engine that calls the others at these ports, and would reach whoever took
+    them over.
+    """
+    for each in index.replicas_on.get(name, ()):
+        replica = index.replicas.record(each)
+        if replica is not None and replica.ports is not None:
+            yield replica.ports
+    orders = [index.assignments.record(each) for each in index.assignments_on.get(name, ())]
+    for each in index.reports_on.get(name, ()):
+        report = index.reports.record(each)
+        orders.append(None if report is None or report.phase in GONE else report.order)
+    for order in orders:
+        if order is not None and order.gang is not None and order.gang.block is not None:
+            yield order.gang.block
 
 
 def _gpu_claims(holdings: Iterable[Holding], unclaimed: Iterable[Unclaimed]) -> dict[str, str]:

@@ -123,6 +123,11 @@ class Gang(Record, frozen=True, kw_only=True):
     peers: tuple[Peer, ...]
     ports: tuple[int, ...]
 
+    @property
+    def block(self) -> tuple[int, int] | None:
+        """First and last of its ports; None where it has none."""
+        return (min(self.ports), max(self.ports)) if self.ports else None
+
 
 class Assignment(Record, frozen=True, kw_only=True):
     """`plan/assignments/<node>/<replica>.<rank>`: the leader's order to one node. Also the order an agent saves."""
@@ -184,8 +189,9 @@ class Replica(Record, frozen=True, kw_only=True):
     """`plan/replicas/<id>`: one placed copy of a model; its claims are the truth about what is taken.
 
     `launch`: `launch_hash` of what it was placed from. `replaces`: the replica it stands in for, which stays in routing
-    until this one is ready. `ready_at`: when it was first seen ready, None: never yet. Times are Unix seconds by the
-    writing leader's clock.
+    until this one is ready. `ready_at`: when it was first seen ready, None: never yet. `ports`: first and last of those
+    that its members have on each of its nodes, None where there is one. Times are Unix seconds by the writing leader's
+    clock.
     """
 
     id: str
@@ -199,6 +205,7 @@ class Replica(Record, frozen=True, kw_only=True):
     phase_at: float
     build: str | None = None
     fabric: str | None = None
+    ports: tuple[int, int] | None = None
     ready_at: float | None = None
     retire: Retire | None = None
     replaces: str | None = None
