@@ -156,10 +156,12 @@ def _claim(claim: Claim, gpus: tuple[int, ...]) -> str:
 
 def _profile(verdicts: Verdicts, *, every: bool) -> Iterator[Line]:
     yield "", ""
-    fits, count = verdicts.fits, len(verdicts.refused)
+    fits, count = verdicts.fits, sum(1 for refusal in verdicts.refused if refusal.node)
     nodes = (
         f"{len(fits)} {'node fits' if len(fits) == 1 else 'nodes fit'}, {count} {'does' if count == 1 else 'do'} not"
     )
+    if not fits and not count:
+        nodes = "no node comes into question"
     yield "", f"profile {verdicts.profile} (priority {verdicts.priority}): {nodes}"
     told = fits if every else fits[:FITS_MAX]
     for i, fit in enumerate(told, start=1):

@@ -40,9 +40,10 @@ NOT_WHOLE: Final = 6
 def plan(*, connection: Connection, files: tuple[str, ...], prune: bool, without: tuple[str, ...], form: str) -> int:
     """Print what would happen: what is placed, moved, restarted, removed, what would not fit, and why.
 
-    With -f as `llmgw apply` of that catalog, with --without as if those nodes were gone, with both as if both happened.
-    Nothing is written. The leader's own rules are run on a copy of everything there is, and agents are taken to start
-    and stop at once whatever they are told; real ones need their time, and may fail.
+    With -f as `llmgw apply` of that catalog, with --without as if those nodes were gone and already given up (which
+    takes some minutes when it happens), with both as if both happened. Nothing is written. The leader's own rules are
+    run on a copy of everything there is, and agents are taken to start and stop at once whatever they are told; real
+    ones need their time, and may fail.
 
     Exit code 6 says that then not all that is wanted would run, or that the outcome could not be worked out to its end;
     0 that all of it would. 2, 3 and 4 are as `llmgw apply` has them.

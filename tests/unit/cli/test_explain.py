@@ -11,7 +11,7 @@ import pytest
 
 from llmgw.cli.explain_text import lines
 from llmgw.cli.refusal_text import scored
-from llmgw.core.catalog import Alias, Scaling
+from llmgw.core.catalog import Alias, EngineSpec, ModelSpec, Scaling
 from llmgw.core.explain import Score
 from llmgw.core.explanation import explain_model, waits_for
 from llmgw.core.node import Build, EngineFacts, Fabric
@@ -223,6 +223,38 @@ def test_how_many_by_load(c: Cluster, scale: ScaleState | None, expected: str) -
     assert f"\nscale     {expected}\n" in text(c)
 
 
+def test_a_profile_that_no_node_comes_into_question_for(c: Cluster) -> None:
+    empty = Cluster()
+    empty.model("a")
+    empty.settle()
+    assert (
+        "\nprofile cpu (priority 0): no node comes into question\n    - there is no node yet\n"
+        "        to change: start an agent\n"
+    ) in text(empty)
+    c.write(Kind.ENGINE, "llama.cpp", EngineSpec(name="llama.cpp", version="b1"))
+    c.spoil(Kind.ENGINE, "llama.cpp")
+    c.settle()
+    assert "    - the wished version of llama.cpp can't be read\n" in text(c)
+    c.write(Kind.MODEL, "b", ModelSpec(name="b", source="b.gguf"))
+    c.settle()
+    assert text(c, "b").endswith(
+        "\none more replica fits nowhere\n    - the model has no profile\n        to change: give the model a profile\n"
+    )
+
+
+def test_what_has_no_receipt_says_where_it_comes_from(c: Cluster) -> None:
+    replica = c.one("a")
+    c.meddle((Kind.REPLICA, replica.id, None), (Kind.ASSIGNMENT, c.shard(replica), None))
+    c.answer()
+    c.settle()
+    out = text(c)
+    assert "\n  why there adopted: it ran without an order\n" in out
+    bare = msgspec.structs.replace(c.one("a"), reason="", build=None)
+    c.meddle((Kind.REPLICA, bare.id, bare))
+    assert "\n  runs      llama.cpp, whichever build its node has\n" in text(c)
+    assert "\n  why there it has no receipt\n" in text(c)
+
+
 # --- what a replica waits for ---------------------------------------------------------------------------------------
 
 
@@ -281,6 +313,20 @@ def test_a_gang_with_its_head_on_hold() -> None:
     assert "\none more replica fits nowhere\n" in out
     c.settle()
     assert waits_for(c.index, c.one("a")) == ""
+
+
+def test_a_gang_whose_members_fit_but_can_not_meet() -> None:
+    c = Cluster()
+    for i, ports in enumerate(((21000, 21099), (21200, 21299))):
+        gpus = (gpu(0, uuid=f"GPU-{i}"),)
+        c.node(f"g{i}", engines=RPC, gpus=gpus, fabrics=(Fabric(name="ib0"),), gang_ports=ports)
+    c.settle()
+    shape: dict[str, Any] = {"nodes": 2, "gpus_per_node": 1, "pipeline_parallel": 2}
+    c.model("a", cpu_profile(9.0, **shape))
+    c.settle()
+    out = text(c)
+    assert "2 nodes fit, 0 do not" in out
+    assert "\none more replica fits nowhere\n    - needs 16 gang_ports" in out
 
 
 def test_a_score_of_a_gang_says_what_is_taken() -> None:

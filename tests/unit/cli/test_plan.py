@@ -7,8 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from llmgw.cli.plan_text import lines, tally
+from llmgw.core.forecast import Action, Forecast, ModelForecast, Step
+from llmgw.core.node import Guard
 from llmgw.core.record import Leader
 from llmgw.core.snapshot import Kind
 from llmgw.testing.cluster import Cluster, cpu_profile
@@ -164,6 +168,59 @@ def test_without_a_controller_nothing_can_be_judged(on: On, tmp_path: Path, caps
     c.write(Kind.META, "", None)
     assert on(c, "plan", "-f", catalog(tmp_path, "models:\n" + model("a", 1))) == 6
     assert "no controller has been here yet" in capsys.readouterr().out
+
+
+def text(told: Forecast) -> str:
+    """What would be printed, in one piece."""
+    return "\n".join(f"{head}{line}".rstrip() for head, line in lines(told)) + "\n" + tally(told)
+
+
+def told(*models: ModelForecast, settled: bool = True) -> Forecast:
+    return Forecast(settled=settled, rounds=7, revision=1, models=models)
+
+
+def test_what_a_forecast_rests_on_is_told() -> None:
+    guard = Guard(on=True, reason="too many nodes went away at once", unreachable=2, nodes=3)
+    notes = [
+        (told(settled=False), "it did not come to rest within 7 rounds"),
+        (msgspec.structs.replace(told(), led=False), "nobody leads now"),
+        (msgspec.structs.replace(told(), waiting_for=("n1", "n2")), "have reported: n1, n2 (`llmgw recover`"),
+        (msgspec.structs.replace(told(), guard=guard), "the guard is on: too many nodes went away at once."),
+        (msgspec.structs.replace(told(), away=("n1",)), "taken to stay away: n1"),
+        (msgspec.structs.replace(told(), unreadable=("spec/models/a",)), "so is left as it is: spec/models/a"),
+        (msgspec.structs.replace(told(), guard_then=guard, without=("n1", "n2")), "guard release n1 n2`"),
+    ]
+    for each, expected in notes:
+        assert expected in text(each)
+        assert text(each).startswith("note: ")
+    assert text(told()) == "\nreplicas: 0 placed, 0 moved, 0 restarted, 0 removed, 0 kept. Nothing was written."
+
+
+def test_steps_in_words() -> None:
+    steps = (
+        Step(action=Action.RESTART, replica="m-a", profile="p", nodes=("n1",), was=("n1",), why="slots 1 → 2",
+             old_first=True),
+        Step(action=Action.MOVE, replica="m-b", profile="p", nodes=("n3", "n4"), was=("n1", "n2"), in_s=300.1),
+        Step(action=Action.PLACE, profile="p", nodes=("n5",), in_s=5.2),
+        Step(action=Action.PLACE, profile="p", nodes=("n6",)),
+        Step(action=Action.KEEP, replica="m-c", profile="p", nodes=("n7",), was=("n7",), why="left alone"),
+        Step(action=Action.KEEP, replica="m-d", profile="p", nodes=("n8",), was=("n8",)),
+    )  # fmt: skip
+    model = ModelForecast(name="m", wanted=(6, 9), ready=(6, 6), steps=steps)
+    *said, last = text(told(model)).splitlines()
+    assert last.endswith(", 2 kept; not as wanted: 1 of 1 models. Nothing was written.")
+    assert said == [
+        "m",
+        "  restart   m-a on n1 (p), the old one first: there is no room for both: slots 1 → 2",
+        "  move      m-b n1 + n2 → n3 + n4 (p), in 6 min",
+        "  keep      m-c on n7 (p): left alone",
+        "  place     on n5 (p), in 6 s",
+        "  place     on n6 (p)",
+        "  short     6 of 9 replicas would be ready",
+        "",
+    ]
+    unknown = ModelForecast(name="m", wanted=(None, None), ready=(0, 0))
+    assert "  short     0 of - replicas would be ready\n" in text(told(unknown))
 
 
 def test_a_secret_is_never_told(c: Cluster, on: On, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

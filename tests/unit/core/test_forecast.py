@@ -290,6 +290,7 @@ def test_a_restored_store_waits_for_its_nodes() -> None:
     c = cluster("n1", "n2")
     c.model("a")
     c.settle()
+    c.report(c.shard(c.one("a")), ShardPhase.FAILED, reason="exit 1")
     c.meddle((Kind.META, "", StoreMeta(incarnation="store-2")))
     c.back("n1")
     told = foretell(c, model("b"))
@@ -310,6 +311,26 @@ def test_what_cannot_be_read_is_left_alone() -> None:
     step = only(told, "a")
     assert (step.action, step.why) == (Action.KEEP, "a record of it can't be read, so it is left alone")
     assert told.unreadable == (f"plan/replicas/{replica}",)
+
+
+def test_an_order_that_cannot_be_read_and_a_shard_without_one_stay_as_they_are() -> None:
+    c = cluster("n1", "n2", "n3")
+    c.model("a", replicas=3)
+    c.settle()
+    first, second, third = c.replicas("a")
+    c.spoil(Kind.ASSIGNMENT, c.shard(first))
+    c.spoil(Kind.SHARD, c.shard(second))
+    c.meddle((Kind.ASSIGNMENT, c.shard(third), None))
+    told = foretell(c)
+    assert [step.action for step in of(told, "a").steps] == [Action.KEEP] * 3
+    assert of(told, "a").ready == (3, 3)
+
+
+def test_ids_are_the_same_in_each_rehearsal_and_none_is_in_use() -> None:
+    ids = rehearsal.CountedIds(used=frozenset({"aaaab"}))
+    assert [ids.suffix(), ids.suffix()] == ["aaaac", "aaaad"]
+    assert ids.key().reveal() == ""
+    assert ids.token() == f"{4:032x}"
 
 
 def test_another_version_of_an_engine_rolls() -> None:
