@@ -157,6 +157,23 @@ def test_a_gateway_whose_lease_ends_is_missed_for_a_while_and_then_forgotten() -
     in_scene(story)
 
 
+def test_a_gateway_that_a_fresh_listing_lacks_has_vanished() -> None:
+    async def story(scene: Scene) -> None:
+        scene.model("m", wanted=3)
+        scene.gateway("stays")
+        _, scope = scene.gateway("goes")
+        await anyio.sleep(20.0)
+        scene.store.link = Link.SILENT
+        scope.cancel()
+        await anyio.sleep(5.0)
+        scene.memory.compact(scene.memory.revision)
+        scene.store.heal()
+        await anyio.sleep(25.0)
+        assert scene.view.missing == "gateway goes was there a moment ago"
+
+    in_scene(story)
+
+
 def test_a_gateway_that_comes_back_is_missed_no_longer() -> None:
     async def story(scene: Scene) -> None:
         scene.model("m", wanted=3)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from llmgw.core.autoscale import WINDOW_S, decide, observe, target_load, wanted_replicas
 from llmgw.core.catalog import ModelSpec, Profile, Scaling
 from llmgw.core.invariants import unconverged
-from llmgw.core.live import LOAD_STALE_S, NOTHING, LoadView, Sample, Total
+from llmgw.core.live import LOAD_STALE_S, NOTHING, GatewayLoad, Heard, LoadView, ModelLoad, Sample, Total
 from llmgw.core.replica import ModelState, Replica, ReplicaPhase, Retire, ScaleCause, ScaleState, ShardPhase
 from llmgw.core.routing import route_table
 from llmgw.core.snapshot import Dirty, Index, Kind
@@ -55,6 +57,16 @@ def scale(c: Cluster) -> ScaleState:
 
 def live(c: Cluster) -> list[Replica]:
     return [each for each in c.replicas("m") if each.phase is ReplicaPhase.READY]
+
+
+def until(loads: Loads, holds: Callable[[], bool], *, within_s: float = 7200.0) -> float:
+    """Samples until `holds`; returns how long that took."""
+    c = loads.cluster
+    began_s = c.now.mono_s
+    while not holds():
+        assert c.now.mono_s - began_s < within_s
+        loads.run(SAMPLE_S)
+    return c.now.mono_s - began_s
 
 
 def told(c: Cluster) -> tuple[int, ScaleCause, int | None]:
@@ -161,17 +173,27 @@ def test_replicas_go_only_when_the_highest_load_of_a_whole_window_does_without_t
     loads.tell({"m": (11, 0)})  # three replicas' worth, for a moment
     loads.run(SAMPLE_S)
     loads.tell({"m": (1, 0)})
-    while scale(c).wanted == 5:
-        loads.run(SAMPLE_S)
+    until(loads, lambda: scale(c).wanted < 5)
     assert c.now.mono_s - began_s >= WINDOW_S
     assert told(c) == (3, Q.LOAD, 1), "the highest of the window counts, not the last"
-    while scale(c).wanted == 3:
-        loads.run(SAMPLE_S)
+    until(loads, lambda: scale(c).wanted < 3)
     assert c.now.mono_s - began_s >= 120 + SAMPLE_S + WINDOW_S
     assert scale(c).wanted == 1
     loads.tell({"m": (0, 0)})
     loads.run(7200)
     assert scale(c).wanted == 1, "the lowest holds, however idle"
+
+
+def test_a_load_just_below_what_the_replicas_are_to_have_takes_none_away() -> None:
+    c, loads = world(20, 20, target_load=1)
+    want(c, 1, 30, target_load=1)
+    c.settle()
+    loads.tell({"m": (18, 0)})
+    loads.run(900)
+    assert scale(c).wanted == 20
+    loads.tell({"m": (17, 0)})
+    loads.run(900)
+    assert scale(c).wanted == 17
 
 
 def test_a_load_that_comes_and_goes_within_the_window_leaves_the_number_alone() -> None:
@@ -185,14 +207,15 @@ def test_a_load_that_comes_and_goes_within_the_window_leaves_the_number_alone() 
     assert (scale(c).wanted, c.index.revision) == (5, revision)
 
 
-def test_inv11_a_constant_load_is_written_once_and_ordinary_samples_never() -> None:
+def test_inv11_a_steady_load_is_written_once_and_ordinary_samples_never() -> None:
     c, loads = world(0, 8)
     loads.tell({"m": (3, 6)})
     loads.run(120)
     assert scale(c).wanted == 3
-    revision = c.index.revision
-    passes = []
-    loads.run(4 * 3600, look=lambda: passes.append(bool(c.index.dirty)))
+    revision, passes = c.index.revision, list[Dirty]()
+    for n in range(4 * 60):
+        loads.tell({"m": (3 + n % 2, 6 + n % 3)})
+        loads.run(60, look=lambda: passes.append(c.index.dirty))
     assert c.index.revision == revision
     assert not any(passes)
 
@@ -256,10 +279,7 @@ def test_a_gateway_that_vanished_may_go_on_serving_for_as_long_as_a_node_may() -
     loads.run(600)
     assert scale(c).wanted == 5
     loads.vanish("cut off")
-    gone_s = c.now.mono_s
-    while scale(c).wanted == 5:
-        loads.run(SAMPLE_S)
-    assert c.now.mono_s - gone_s >= c.settings.lost_after_s + WINDOW_S
+    assert until(loads, lambda: scale(c).wanted < 5) >= c.settings.lost_after_s + WINDOW_S
     assert scale(c).wanted == 1
 
 
@@ -281,10 +301,7 @@ def test_a_new_leader_watches_for_a_whole_window_before_it_takes_anything_away()
     c.settle()
     assert scale(c).wanted == 5
     loads.tell({"m": (1, 0)})
-    began_s = c.now.mono_s
-    while scale(c).wanted == 5:
-        loads.run(SAMPLE_S)
-    assert c.now.mono_s - began_s >= WINDOW_S
+    assert until(loads, lambda: scale(c).wanted < 5) >= WINDOW_S
 
 
 def test_a_state_that_was_lost_is_made_from_what_runs() -> None:
@@ -373,10 +390,7 @@ def test_a_model_sleeps_after_so_long_without_any_request() -> None:
     loads.tell({"m": (0, 1)})
     c.settle()
     loads.tell({"m": (0, 0)})
-    ended_s = c.now.mono_s
-    while live(c):
-        loads.run(SAMPLE_S)
-    assert 900 <= c.now.mono_s - ended_s <= 900 + 2 * SAMPLE_S
+    assert 900 <= until(loads, lambda: not live(c)) <= 900 + 2 * SAMPLE_S
     assert told(c) == (0, Q.IDLE, 0)
     assert not unconverged(c.index)
     revision = c.index.revision
@@ -470,7 +484,9 @@ def test_d21_what_goes_leaves_rotation_first_and_ends_only_when_its_node_says_so
         c.remove_model("m")
     loads.tell({"m": (0, 0) if why == "sleep" else (1, 0)})
     plan = c.step()
-    while not plan.groups:
+    for _ in range(100):
+        if plan.groups:
+            break
         c.answer()
         c.advance(SAMPLE_S)
         loads.tell_again()
@@ -511,10 +527,22 @@ def test_d21_idle_time_counts_from_the_end_of_the_last_request() -> None:
     loads.tell({"m": (1, 0)})
     c.advance(3.0)
     loads.tell({"m": (0, 0)})  # begun and over between two samples
-    ended_s = c.now.mono_s
-    while live(c):
-        loads.run(SAMPLE_S)
-    assert c.now.mono_s - ended_s >= 900
+    assert until(loads, lambda: not live(c)) >= 900
+
+
+def test_d21_a_request_is_no_idle_time_whatever_its_gateway_says_of_it() -> None:
+    c, loads = world(0, 4)
+    loads.tell({"m": (0, 1)})
+    c.settle()
+    for in_flight, samples in ((1, 100), (0, 50)):
+        for _ in range(samples):
+            c.advance(SAMPLE_S)
+            wrong = ModelLoad(in_flight=in_flight, idle_s=c.now.mono_s)
+            load = GatewayLoad(gateway="g", models={"m": wrong})
+            loads.heard["g"] = Heard(load=load, revision=2, mono_s=c.now.mono_s)
+            loads.sample()
+            c.settle()
+        assert live(c)
 
 
 def nearly_asleep() -> tuple[Cluster, Loads]:
@@ -523,12 +551,14 @@ def nearly_asleep() -> tuple[Cluster, Loads]:
     loads.tell({"m": (0, 1)})
     c.settle()
     loads.tell({"m": (0, 0)})
-    while not c.index.dirty.models:
+    for _ in range(100):
         c.settle()
         c.advance(SAMPLE_S)
         loads.tell_again()
         loads.sample()
-    assert scale(c).wanted == 1
+        if c.index.dirty.models:
+            break
+    assert (scale(c).wanted, c.index.dirty.models) == (1, {"m"})
     return c, loads
 
 
@@ -613,7 +643,6 @@ def run(c: Cluster, loads: Loads, *, passes: int) -> None:
 
 
 @given(st.integers(0, 3), st.integers(0, 5), EVENTS)
-@settings(deadline=None)
 def test_inv7_whatever_gateways_tell_the_number_is_within_bounds_and_every_pass_decides_the_same(
     low: int, more: int, events: list[Event]
 ) -> None:
@@ -624,7 +653,7 @@ def test_inv7_whatever_gateways_tell_the_number_is_within_bounds_and_every_pass_
 
 
 @given(st.integers(0, 3), st.integers(1, 7), EVENTS, st.integers(0, 60))
-@settings(deadline=None)
+@settings(max_examples=settings().max_examples // 2)  # each takes an hour of samples
 def test_a_constant_load_comes_to_rest_whatever_was_before(low: int, more: int, events: list[Event], load: int) -> None:
     c, loads = world(low, low + more)
     for event in events:
@@ -646,7 +675,6 @@ def test_a_constant_load_comes_to_rest_whatever_was_before(low: int, more: int, 
     st.integers(0, 4), st.integers(1, 30), st.integers(0, 40), st.floats(0.1, 20), st.booleans(),
     st.lists(st.integers(0, 100), max_size=30), st.integers(0, 200), st.integers(0, 200),
 )  # fmt: skip
-@settings(deadline=None)
 def test_more_load_never_leads_to_fewer_replicas(
     low: int, more: int, wanted: int, target: float, whole: bool, before: list[int], one: int, other: int
 ) -> None:
