@@ -11,14 +11,16 @@ do. What was ready once is never given up for time alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Final
 
 import msgspec
 
 from llmgw.core.catalog import START_S
 from llmgw.core.explain import Constraint, Refusal, clip
+from llmgw.core.gang_ports import PORTS, common, lowest, range_of
 from llmgw.core.ids import shard_name
+from llmgw.core.inventory import node_inventory
 from llmgw.core.placement import Placement, Rejection, rejected
 from llmgw.core.plan import Forming, View
 from llmgw.core.replica import (
@@ -35,14 +37,6 @@ from llmgw.core.replica import (
 )
 from llmgw.core.snapshot import Index
 from llmgw.core.units import Now
-
-PORTS: Final = 16
-"""How many consecutive ports a gang gets, the same on each of its nodes. Source: SGLang takes the one it is given and
-up to six after it (PortArgs in server_args.py); vLLM one for its store, and upwards from VLLM_PORT one for each message
-queue between nodes; llama.cpp one for each rpc-server. As many gangs as a node may hold shards (60) fit 1000 ports."""
-
-GANG_PORTS: Final = (21000, 21999)
-"""The range of a node whose agent is too old to say: the default of agent.yaml."""
 
 HEAD_WAITS: Final[Mapping[str, bool]] = {"llama.cpp": True, "sglang": False, "vllm": False}
 """Whether an engine's head must be held until its workers listen. Source: a llama.cpp head that finds no rpc-server
@@ -68,15 +62,10 @@ def arrange(index: Index, placement: Placement) -> Gang | Rejection | None:
         if session is None:
             return rejected((_refusal(placement, Constraint.NOT_READY, "without a session", node=shard.node),))
         peers.append(Peer(rank=shard.rank, node=shard.node, address=session.address))
-    ranges = {name: ports_of(index, name) for name in names}
-    first, last = max(low for low, _ in ranges.values()), min(high for _, high in ranges.values())
-    if last - first + 1 < PORTS:
-        said = ", ".join(f"{name} {low}-{high}" for name, (low, high) in ranges.items())
-        what = f"needs {PORTS} gang_ports in a row that all its nodes have: {said}"
-        return rejected((_refusal(placement, Constraint.GANG_PORTS, what),))
-    start = _free(first, last, {port for name in names for port in ports_used(index, name)})
+    start = lowest(common(node_inventory(index, name).gang_starts for name in names))
     if start is None:
-        what = f"needs {PORTS} ports of {first}-{last} in a row, free on {', '.join(names)} at once"
+        ranges = ", ".join(f"{name} {'-'.join(map(str, range_of(index.facts.record(name))))}" for name in names)
+        what = f"needs {PORTS} gang_ports in a row that are free on all its nodes: {ranges}"
         return rejected((_refusal(placement, Constraint.GANG_PORTS, what),))
     ports = tuple(range(start, start + PORTS))
     return Gang(fabric=placement.fabric or "", peers=tuple(peers), ports=ports)
@@ -84,39 +73,6 @@ def arrange(index: Index, placement: Placement) -> Gang | Rejection | None:
 
 def _refusal(placement: Placement, constraint: Constraint, detail: str, *, node: str = "") -> Refusal:
     return Refusal(constraint=constraint, profile=placement.profile.name, node=node, detail=clip(detail))
-
-
-def ports_of(index: Index, node: str) -> tuple[int, int]:
-    """First and last port that gangs may use on a node."""
-    facts = index.facts.record(node)
-    return GANG_PORTS if facts is None or facts.gang_ports is None else facts.gang_ports
-
-
-def ports_used(index: Index, node: str) -> Iterator[int]:
-    """The ports that gangs with a member on `node` have, members that are gone from it included.
-
-    One of whose nodes can't answer may still have an engine there that calls the others at those ports; whoever took
-    them over on the node would be called.
-    """
-    names = set(index.assignments_on.get(node, ()))
-    for replica in index.replicas_on.get(node, ()):
-        names |= index.assignments_of.get(replica, set())
-    orders = [index.assignments.record(name) for name in names]
-    for name in index.reports_on.get(node, ()):
-        report = index.reports.record(name)
-        orders.append(None if report is None or report.phase in GONE else report.order)
-    for order in orders:
-        yield from () if order is None or order.gang is None else order.gang.ports
-
-
-def _free(first: int, last: int, used: set[int]) -> int | None:
-    """Where the lowest `PORTS` free ports in a row begin."""
-    start = first
-    for port in sorted(port for port in used if first <= port <= last):
-        if port >= start + PORTS:
-            break
-        start = port + 1
-    return start if start + PORTS - 1 <= last else None
 
 
 # --- how it starts --------------------------------------------------------------------------------------------------

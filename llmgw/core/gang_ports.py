@@ -6,8 +6,10 @@ nodes, each of which says which range is to be used (`gang_ports` in agent.yaml)
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import lru_cache
+from collections.abc import Iterable, Sequence
+from functools import lru_cache, reduce
+from itertools import islice
+from operator import and_, or_
 from typing import Final
 
 from llmgw.core.node import Facts
@@ -41,6 +43,35 @@ def range_of(facts: Facts | None) -> Block:
 def lowest(ports: int) -> int | None:
     """The lowest port of a set; None for the empty one."""
     return (ports & -ports).bit_length() - 1 if ports else None
+
+
+def common(sets: Iterable[int]) -> int:
+    """What several sets have in common."""
+    return reduce(and_, sets)
+
+
+def meet(sets: Sequence[int], size: int) -> tuple[int, ...] | None:
+    """The best members of a ranked pool that have a port in common: `size` positions in order; None if no so many have.
+
+    Of all choices the one whose worst member is as good as can be, then the next. As a rule it is the first `size`.
+    """
+    if len(sets) < size:
+        return None
+    if common(sets[:size]):
+        return tuple(range(size))
+    kinds = set(sets)
+    choices: set[frozenset[int]] = set()
+    ports = reduce(or_, kinds)
+    while ports:
+        port = ports & -ports
+        ports ^= port
+        choices.add(frozenset(each for each in kinds if each & port))
+    found: list[tuple[int, ...]] = []
+    for able in choices:
+        members = tuple(islice((i for i, each in enumerate(sets) if each in able), size))
+        if len(members) == size:
+            found.append(members)
+    return min(found, key=lambda members: members[::-1], default=None)
 
 
 @lru_cache(maxsize=256)

@@ -104,6 +104,7 @@ def new_replica(
         phase_at=now.wall_s,
         build=placement.build,
         fabric=placement.fabric,
+        ports=None if gang is None else gang.block,
         replaces=replaces,
         receipt=placement.receipt,
     )

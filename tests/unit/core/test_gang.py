@@ -6,7 +6,8 @@ import msgspec
 import pytest
 
 from llmgw.core.catalog import ENGINES, NodeSpec, Profile
-from llmgw.core.gang import GANG_PORTS, HEAD_WAITS, PORTS, WORD_S, arrange
+from llmgw.core.gang import HEAD_WAITS, WORD_S, arrange
+from llmgw.core.gang_ports import GANG_PORTS, PORTS
 from llmgw.core.ids import shard_name
 from llmgw.core.inventory import Inventory, node_inventory
 from llmgw.core.node import Build, EngineFacts, Fabric, Liveness
@@ -198,7 +199,7 @@ def test_a_block_lies_in_what_all_its_nodes_have() -> None:
     c.model("m", over())
     c.settle()
     assert not c.replicas("m")
-    assert "needs 16 gang_ports in a row that all its nodes have" in state(c).reason
+    assert "needs 16 gang_ports in a row that are free on all its nodes" in state(c).reason
     assert "n1 30000-30999" in state(c).reason
     assert "n2 30990-31100" in state(c).reason
     node(c, "n2", gang_ports=(30984, 31100))
@@ -218,7 +219,7 @@ def test_without_a_free_block_a_gang_is_not_placed_and_says_so_until_there_is_on
     assert not c.replicas("m")
     assert state(c).unplaced is not None
     assert state(c).unplaced.refused == {"gang_ports": 1}  # type: ignore[union-attr]  # seen above
-    assert "needs 16 ports of 30000-30020 in a row, free on n1, n2 at once" in state(c).reason
+    assert "needs 16 gang_ports in a row that are free on all its nodes: n1 30000-30020, n2 30000-" in state(c).reason
     assert not c.step().groups, "and it stays at that"
     c.remove_model("first")
     c.settle()
