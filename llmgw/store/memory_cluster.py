@@ -12,8 +12,7 @@ import heapq
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import islice
+from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
 import anyio
@@ -40,6 +39,9 @@ LEASE_TTL_MIN_S: Final = 2
 EXPIRY_TICK_S: Final = 0.5
 """Leases lapse on multiples of this, so up to this late. Source: etcd's lessor looks every 500 ms."""
 
+LEASES_FEW: Final = 4
+"""A watch of more leased keys than this waits for the next lease of all to lapse: looking again is cheaper."""
+
 _COMPARE: Final[Mapping[Op, Callable[[int, int], bool]]] = {
     Op.EQUAL: operator.eq,
     Op.NOT_EQUAL: operator.ne,
@@ -57,14 +59,17 @@ _NOTHING: Final = KeyValue(key="", value=b"", create_revision=0, mod_revision=0,
 
 @dataclass(kw_only=True)
 class _Lease:
+    """`lapses_s`: the first tick at which the store sees that the dead-line has passed."""
+
     ttl_s: int
-    deadline_s: float
+    deadline_s: float = 0.0
+    lapses_s: float = 0.0
     keys: set[str] = field(default_factory=set)
 
-    @property
-    def lapses_s(self) -> float:
-        """The first tick at which the store sees that the dead-line has passed."""
-        return math.ceil(self.deadline_s / EXPIRY_TICK_S) * EXPIRY_TICK_S
+    def renew(self, now_s: float) -> None:
+        """Its full time again."""
+        self.deadline_s = now_s + self.ttl_s
+        self.lapses_s = math.ceil(self.deadline_s / EXPIRY_TICK_S) * EXPIRY_TICK_S
 
 
 @dataclass(kw_only=True)
@@ -92,10 +97,7 @@ class _State:
             order=list(self.order),
             leased=list(self.leased),
             history=list(self.history),
-            leases={
-                id_: _Lease(ttl_s=lease.ttl_s, deadline_s=lease.deadline_s, keys=set(lease.keys))
-                for id_, lease in self.leases.items()
-            },
+            leases={id_: replace(lease, keys=set(lease.keys)) for id_, lease in self.leases.items()},
         )
 
 
@@ -227,7 +229,8 @@ class MemoryCluster:
         ttl_s = max(ttl_s, LEASE_TTL_MIN_S)
         lease = Lease(id=self._lease_next, ttl_s=ttl_s)
         self._lease_next += 1
-        held = self._state.leases[lease.id] = _Lease(ttl_s=ttl_s, deadline_s=anyio.current_time() + ttl_s)
+        held = self._state.leases[lease.id] = _Lease(ttl_s=ttl_s)
+        held.renew(anyio.current_time())
         heapq.heappush(self._lapses, (held.lapses_s, lease.id))
         return lease
 
@@ -235,9 +238,10 @@ class MemoryCluster:
         """Renew. Raises LeaseLost; past its dead-line a lease is lost, although its keys may live a moment longer."""
         self._settle()
         held = self._state.leases.get(lease)
-        if held is None or held.deadline_s <= anyio.current_time():
+        now_s = anyio.current_time()
+        if held is None or held.deadline_s <= now_s:
             raise LeaseLost(lease)
-        held.deadline_s = anyio.current_time() + held.ttl_s
+        held.renew(now_s)
         heapq.heappush(self._lapses, (held.lapses_s, lease))
         return held.ttl_s
 
@@ -267,15 +271,20 @@ class MemoryCluster:
         return self._state.history[revision - self._state.base - 1]
 
     def lapse_s(self, watcher: Watcher) -> float:
-        """When the next key that `watcher` watches lapses if nobody renews its lease; infinity if none will."""
+        """When the next key that `watcher` watches lapses if nobody renews its lease; infinity if none will.
+
+        For one that watches many it may be earlier: the next of all.
+        """
         if not self.running:
             return math.inf
         state, soonest_s = self._state, math.inf
         for prefix in self._watchers[watcher]:
+            end = range_end(prefix, prefix=prefix.endswith("/"))
             first = bisect.bisect_left(state.leased, prefix)
-            for key in islice(state.leased, first, None):
-                if not (key.startswith(prefix) if prefix.endswith("/") else key == prefix):
-                    break
+            last = bisect.bisect_right(state.leased, prefix) if end is None else bisect.bisect_left(state.leased, end)
+            if last - first > LEASES_FEW:
+                return self._next_lapse_s()
+            for key in state.leased[first:last]:
                 soonest_s = min(soonest_s, state.leases[state.items[key].lease].lapses_s)
         return soonest_s
 
@@ -379,7 +388,7 @@ class MemoryCluster:
     def _renew_all(self) -> None:
         now_s, leases = anyio.current_time(), self._state.leases
         for lease in leases.values():
-            lease.deadline_s = now_s + lease.ttl_s
+            lease.renew(now_s)
         self._lapses = sorted((lease.lapses_s, id_) for id_, lease in leases.items())
         self._wake_all()
 
