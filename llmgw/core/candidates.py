@@ -9,6 +9,7 @@ is never read as free. Weights are a preference, never a filter.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
@@ -102,6 +103,20 @@ def admit(node: NodeInventory, profile: Profile, wish: EngineSpec | None) -> Adm
         has = named(node.gpus) or "no GPU"
         return _refusal(node, profile, Constraint.GPU_CLASS, f"has {has}, needs {profile.gpu_class}")
     return Admission(builds, fabrics, cards)
+
+
+def alike_but_taken(old: NodeInventory, new: NodeInventory) -> bool:
+    """Whether `admit` says the same of both states of a node, except how many of its GPUs are taken, and by what."""
+    return (
+        old.facts is new.facts
+        and old.liveness is new.liveness
+        and old.present == new.present
+        and old.cordon == new.cordon
+        and old.address == new.address
+        and old.corrupt == new.corrupt
+        and (old.shards < SHARDS_PER_NODE_MAX) == (new.shards < SHARDS_PER_NODE_MAX)
+        and old.labels == new.labels
+    )
 
 
 def _refusal(node: NodeInventory, profile: Profile, constraint: Constraint, detail: str) -> Refusal:
@@ -230,10 +245,10 @@ def cards_of(slots: Iterable[GpuSlot], profile: Profile) -> tuple[Cards, ...]:
 
 
 def _cards(gpu_class: str, slots: list[GpuSlot], profile: Profile) -> Cards:
-    fitting = [slot for slot in slots if fits(slot, profile)]
-    kept = Counter(slot.taken for slot in fitting if slot.taken is not None)
-    keeper = max(_KEEPERS, key=lambda each: kept[each]) if kept else None
-    return Cards(gpu_class, len(slots), len(fitting), len(fitting) - kept.total(), keeper)
+    fitting = slots if profile.min_gpu_memory_gb is None else [slot for slot in slots if fits(slot, profile)]
+    kept = [slot.taken for slot in fitting if slot.taken is not None]
+    keeper = max(_KEEPERS, key=kept.count) if kept else None
+    return Cards(gpu_class, len(slots), len(fitting), len(fitting) - len(kept), keeper)
 
 
 def fits(slot: GpuSlot, profile: Profile) -> bool:
@@ -247,48 +262,56 @@ def fits(slot: GpuSlot, profile: Profile) -> bool:
     return slot.memory_bytes is not None and slot.memory_bytes >= least
 
 
-def short_of(cards: tuple[Cards, ...], count: int) -> tuple[Constraint, Cards] | None:
-    """Why no class of a node has `count` free GPUs, and the class that comes nearest; None when one has."""
+class Shortage(NamedTuple):
+    """Why a node has too few free GPUs. `cards`: the class nearest it; `total`, `free`: of it, where that tells."""
+
+    constraint: Constraint
+    cards: Cards
+    total: int | None = None
+    free: int | None = None
+
+
+def shortage(cards: tuple[Cards, ...], count: int) -> Shortage | None:
+    """Why no class of a node has `count` free GPUs; None when one has."""
     if any(each.free >= count for each in cards):
         return None
     if all(each.total < count for each in cards):
         most = max(cards, key=lambda each: each.total, default=Cards("", 0, 0, 0, None))
-        return Constraint.GPU_COUNT, most
+        return Shortage(Constraint.GPU_COUNT, most, total=most.total)
     best = max(cards, key=lambda each: (each.fitting, each.free))
     if best.fitting < count or best.keeper is None:
-        return Constraint.GPU_MEMORY, best
-    return best.keeper, best
+        return Shortage(Constraint.GPU_MEMORY, best, total=best.fitting)
+    if best.keeper is Constraint.UNACCOUNTED:
+        return Shortage(best.keeper, best)
+    return Shortage(best.keeper, best, total=best.fitting, free=best.free)
 
 
 def _gpus(node: NodeInventory, profile: Profile, cards: tuple[Cards, ...]) -> Refusal | None:
     """Whether one class of the node's GPUs has as many free as the profile takes."""
     count = profile.gpus_per_node
-    if count == 0 or (short := short_of(cards, count)) is None:
+    if count == 0 or (short := shortage(cards, count)) is None:
         return None
-    constraint, best = short
-    slots = node.gpus or ()
-    total, free = best.fitting, None if constraint is Constraint.GPU_MEMORY else best.free
-    holders: Counter[str] = Counter()
-    match constraint:
+    slots, holders = node.gpus or (), Counter[str]()
+    match short.constraint:
         case Constraint.UNACCOUNTED:
-            return _refusal(node, profile, constraint, ", ".join(node.unaccounted[:HOLDERS_MAX]))
+            return _refusal(node, profile, short.constraint, ", ".join(node.unaccounted[:HOLDERS_MAX]))
         case Constraint.GPU_COUNT:
-            total, free, detail = best.total, None, named(slots)
+            detail = named(slots)
         case Constraint.GPU_MEMORY:
             detail = f"has {named(slots)}, needs {count} with {format_bytes(profile.gpu_memory_bytes)} each"
         case _:
-            kept = [s for s in slots if s.gpu_class == best.gpu_class and s.taken is not None and fits(s, profile)]
-            holders = Counter(slot.holder for slot in kept if slot.holder)
-            detail = _reasons(kept)
+            alike = [slot for slot in slots if slot.gpu_class == short.cards.gpu_class and fits(slot, profile)]
+            holders = Counter(slot.holder for slot in alike if slot.holder)
+            detail = _reasons(slot for slot in alike if slot.taken is not None)
     return Refusal(
-        constraint=constraint,
+        constraint=short.constraint,
         profile=profile.name,
         node=node.name,
         needed=count,
-        total=total,
-        free=free,
+        total=short.total,
+        free=short.free,
         holders=bounded_holders(holders.items()),
-        gpu_class=best.gpu_class or None,
+        gpu_class=short.cards.gpu_class or None,
         detail=clip(detail),
     )
 
@@ -344,7 +367,13 @@ def _memory(node: NodeInventory, profile: Profile) -> Refusal | None:
     )
 
 
-# --- what ranks a member of a gang ----------------------------------------------------------------------------------
+# --- amounts that rank a node ---------------------------------------------------------------------------------------
+
+
+def free_bytes(node: NodeInventory) -> float:
+    """Memory that may still be promised: none where more is promised than there is, infinity where it is not known."""
+    total, free = node.memory_total_bytes, node.free_bytes
+    return math.inf if total is None or free is None else max(0, min(total, free))
 
 
 def claimed_gpus(node: NodeInventory) -> int:

@@ -21,16 +21,19 @@ from llmgw.core.candidates import (
     claimed_bytes,
     claimed_gpus,
     fits,
+    free_bytes,
     judge,
     lonely,
     rate_gbps,
     satisfies,
 )
 from llmgw.core.catalog import ModelSpec, Profile
-from llmgw.core.explain import Constraint, Receipt, Refusal, Score, Unplaced, counted, nearest
+from llmgw.core.explain import Constraint, Receipt, Refusal, Score, Unplaced, counted, most, nearest
 from llmgw.core.gpu import choose
 from llmgw.core.inventory import Inventory, NodeInventory
+from llmgw.core.prospect import Leaning, Member, Prospect
 from llmgw.core.replica import Claim, GpuClaim, ReplicaShard
+from llmgw.core.sieve import ledger_of
 from llmgw.errors import InvariantError
 
 __all__ = ["Fit", "Placement", "Rejection", "by_priority", "explain", "place", "satisfies"]
@@ -103,17 +106,16 @@ Rank = tuple[object, ...]
 
 def score(node: NodeInventory, pool: Pool, found: Admission, standing: Standing) -> Score:
     """Why a node ranks where it does, for people to read."""
-    free = next((cards.free for cards in found.cards if cards.gpu_class == pool.gpu_class), None)
-    gang = pool.fabric is not None
+    gang, room = pool.fabric is not None, free_bytes(node)
     return Score(
         failed_lately=node.name in standing.failed,
         weights_missing=node.weights is None or standing.source not in node.weights,
         replicas_of_model=node.live_replicas.get(standing.model, 0),
         node_empty=not node.holdings and not node.unclaimed,
-        free_bytes=node.free_bytes,
+        free_bytes=None if math.isinf(room) else int(room),
         node=node.name,
         gpu_class=pool.gpu_class,
-        free_gpus=free,
+        free_gpus=next((cards.free for cards in found.cards if cards.gpu_class == pool.gpu_class), None),
         claimed_gpus=claimed_gpus(node) if gang else None,
         claimed_bytes=claimed_bytes(node) if gang else None,
     )
@@ -130,18 +132,32 @@ def rank(score: Score) -> Rank:
         return (score.failed_lately, *amounts, score.replicas_of_model, score.weights_missing, score.node)
     room = math.inf if score.free_bytes is None else score.free_bytes
     tightness = (score.node_empty, score.free_gpus or 0, room)
-    return (score.failed_lately, score.weights_missing, score.replicas_of_model, *tightness, score.node)
+    parts = (score.failed_lately, score.weights_missing, score.replicas_of_model, *tightness)
+    return (*parts, score.node, score.gpu_class or "")
 
 
-def quality(pool: Pool, members: Sequence[tuple[Score, NodeInventory, Admission]]) -> Rank:
-    """What makes one gang better than another: its worst member, then the next; the better build, the faster fabric."""
-    ranks = [rank(each)[:-1] for each, _, _ in members]
-    preference = sum(found.builds.index(pool.build) for _, _, found in members)
-    rate = min(rate_gbps(node, pool.fabric) for _, node, _ in members)
-    return (ranks[::-1], preference, -rate, pool)
+def quality(pool: Pool, members: Sequence[Rank], *, preference: int, rate_gbps: float) -> Rank:
+    """What makes one gang better than another: its worst member, then the next; the better build, the faster fabric.
+
+    Args:
+        pool: what it is drawn from.
+        members: their ranks, best first.
+        preference: how far from the best build of each member its build is.
+        rate_gbps: the slowest member's.
+    """
+    worst_first = [each[:-1] for each in reversed(members)]  # without the name, which says nothing of how good it is
+    return (worst_first, preference, -rate_gbps, pool)
 
 
 # --- the choice -----------------------------------------------------------------------------------------------------
+
+
+class Draw(msgspec.Struct, frozen=True, kw_only=True):
+    """What one pool gives: nodes, best first; and the best node not taken, with the pool it would be taken from."""
+
+    pool: Pool
+    nodes: tuple[str, ...]
+    runner_up: tuple[Pool, str] | None
 
 
 def place(inventory: Inventory, spec: ModelSpec, *, failed: frozenset[str] = frozenset()) -> Placement | Rejection:
@@ -152,40 +168,165 @@ def place(inventory: Inventory, spec: ModelSpec, *, failed: frozenset[str] = fro
         spec: the model.
         failed: nodes where this model failed lately; they come last.
     """
+    ledger = ledger_of(inventory.index)
     standing = Standing(model=spec.name, source=spec.source, failed=failed)
-    refused: list[Refusal] = []
+    leaning = Leaning(failed, ledger.holders.get(spec.source, frozenset()), _replicas(inventory, spec.name))
+    counts: dict[tuple[str, Constraint], int] = {}
+    near: list[Refusal] = []
     if not spec.profiles:
-        refused.append(Refusal(constraint=Constraint.NO_PROFILES, profile=""))
+        return rejected([Refusal(constraint=Constraint.NO_PROFILES, profile="")])
+    for profile in by_priority(spec):
+        whole = _whole(inventory, profile, nodes=len(ledger.figures))
+        if whole is not None:
+            counts[profile.name, whole.constraint] = 1
+            near.append(whole)
+            continue
+        wish = inventory.wish(profile.engine)
+        prospect = Prospect(ledger.sieve(profile, wish), profile)
+        counts |= {(profile.name, constraint): count for constraint, count in prospect.counts.items()}
+        near += prospect.refusals(inventory.node)
+        drawn = _draw_one(prospect, leaning) if profile.nodes == 1 else _draw_gang(inventory, prospect, leaning)
+        if drawn is not None:
+            return _placement(inventory, profile, drawn, standing, refused=most(counts), near=near)
+    judged = len(ledger.figures) if any(refusal.node for refusal in near) else 0
+    return Rejection(refused=most(counts), nearest=nearest(near), nodes=judged)
+
+
+def _replicas(inventory: Inventory, model: str) -> dict[str, int]:
+    """Node -> how many live replicas of the model it has; without those that have none."""
+    index = inventory.index
+    there = (index.replicas.record(each) for each in index.replicas_of.get(model, ()))
+    nodes = {shard.node for replica in there if replica is not None for shard in replica.shards}
+    found = ((node, inventory.node(node).live_replicas.get(model, 0)) for node in nodes)
+    return {node: count for node, count in found if count}
+
+
+def _draw_one(prospect: Prospect, leaning: Leaning) -> Draw | None:
+    ways = [(Pool(None, gpu_class, None), node) for node, gpu_class in prospect.best(leaning, 2)]
+    if not ways:
+        return None
+    pool, node = ways[0]
+    return Draw(pool=pool, nodes=(node,), runner_up=ways[1] if len(ways) > 1 else None)
+
+
+def _draw_gang(inventory: Inventory, prospect: Prospect, leaning: Leaning) -> Draw | None:
+    """The best gang that any one pool gives."""
+    size = prospect.profile.nodes
+    drawn: dict[Pool, list[Member]] = {
+        pool: prospect.members(pool, leaning, size + 1) for pool, count in prospect.pools.items() if count >= size
+    }
+    if not drawn:
+        return None
+
+    def goodness(pool: Pool) -> Rank:
+        members = drawn[pool][:size]
+        rate = min(rate_gbps(inventory.node(each.node), pool.fabric) for each in members)
+        return quality(pool, members, preference=prospect.preference(pool, members), rate_gbps=rate)
+
+    best = min(drawn, key=goodness)
+    nodes = tuple(each.node for each in drawn[best][:size])
+    others = [(each, pool) for pool, members in drawn.items() for each in members if each.node not in nodes]
+    other = min(others, default=None)
+    return Draw(pool=best, nodes=nodes, runner_up=None if other is None else (other[1], other[0].node))
+
+
+def _placement(
+    inventory: Inventory,
+    profile: Profile,
+    drawn: Draw,
+    standing: Standing,
+    *,
+    refused: dict[str, int],
+    near: list[Refusal],
+) -> Placement:
+    """What is drawn, as what is claimed and told. Each node is judged once more, by itself.
+
+    Raises:
+        InvariantError: one of them would be refused, so what was kept of it was not what it is.
+    """
+    shards: list[ReplicaShard] = []
+    scores: list[Score] = []
+    builds: list[str | None] = []
+    ways = [(drawn.pool, name) for name in drawn.nodes]
+    for pool, name in ways if drawn.runner_up is None else [*ways, drawn.runner_up]:
+        node = inventory.node(name)
+        found = judge(node, profile, inventory.wish(profile.engine))
+        if isinstance(found, Refusal) or pool not in found.pools(profile):
+            raise InvariantError(1, f"{name} was to take a shard of {profile.name}, for which it has no room")
+        scores.append(score(node, pool, found, standing))
+        builds.append(pool.build or found.builds[0])
+        if len(shards) < profile.nodes:
+            shards.append(shard_of(node, profile, pool, rank=len(shards)))
+    receipt = Receipt(
+        revision=inventory.index.revision,
+        profile=profile.name,
+        winner=tuple(scores[: profile.nodes]),
+        runner_up=scores[-1] if len(scores) > profile.nodes else None,
+        refused=refused,
+        nearest=nearest(near),
+    )
+    fabric = drawn.pool.fabric
+    return Placement(profile=profile, shards=tuple(shards), build=builds[0], fabric=fabric, receipt=receipt)
+
+
+def shard_of(node: NodeInventory, profile: Profile, pool: Pool, *, rank: int) -> ReplicaShard:
+    """What one shard holds: of the pool's class its GPUs, of the pool's fabric its HCAs, and the declared memory.
+
+    Raises:
+        InvariantError: the node has not enough free GPUs of the class.
+    """
+    alike = (slot for slot in node.gpus or () if slot.taken is None and slot.gpu_class == pool.gpu_class)
+    gpus = choose([slot for slot in alike if fits(slot, profile)], profile.gpus_per_node)
+    if gpus is None:
+        raise InvariantError(1, f"{node.name} was to give {profile.gpus_per_node} free {pool.gpu_class}")
+    fabrics = () if node.facts is None else node.facts.fabrics
+    claim = Claim(
+        memory_bytes=profile.memory_bytes,
+        gpus=tuple(GpuClaim(uuid=slot.uuid) for slot in gpus),
+        hcas=tuple(hca for fabric in fabrics if fabric.name == pool.fabric for hca in fabric.hcas),
+    )
+    return ReplicaShard(rank=rank, node=node.name, claim=claim)
+
+
+def _whole(inventory: Inventory, profile: Profile, *, nodes: int) -> Refusal | None:
+    """Why no node at all can take the profile."""
+    if inventory.wish_corrupt(profile.engine):
+        said = f"the wished version of {profile.engine} can't be read"
+        return Refusal(constraint=Constraint.RECORD_CORRUPT, profile=profile.name, detail=said)
+    return None if nodes else Refusal(constraint=Constraint.NO_NODES, profile=profile.name)
+
+
+# --- the explanation, node by node ----------------------------------------------------------------------------------
+
+
+def explain(inventory: Inventory, spec: ModelSpec, *, failed: frozenset[str] = frozenset()) -> list[Fit | Refusal]:
+    """Everything placement would weigh for one more replica now: each profile by priority, in it each node by name."""
+    if not spec.profiles:
+        return [Refusal(constraint=Constraint.NO_PROFILES, profile="")]
+    standing = Standing(model=spec.name, source=spec.source, failed=failed)
+    said: list[Fit | Refusal] = []
     for profile in by_priority(spec):
         found = survey(inventory, profile)
-        refused += (each for each in found.values() if isinstance(each, Refusal))
-        pools = pools_of(inventory, profile, found, standing)
-        if not pools:
-            continue
-        drawn = [(pool, sorted(of, key=lambda each: rank(each[0]))) for pool, of in pools.items()]
-        if profile.nodes == 1:
-            pool, best = min(drawn, key=lambda each: (rank(each[1][0][0]), each[0][1] or ""))
-        else:
-            pool, best = min(drawn, key=lambda each: quality(each[0], each[1][: profile.nodes]))
-        taken, others = best[: profile.nodes], list(best[profile.nodes :])
-        others += [of[0] for other, of in drawn if other != pool]
-        receipt = Receipt(
-            revision=inventory.index.revision,
-            profile=profile.name,
-            winner=tuple(each for each, _, _ in taken),
-            runner_up=min((each for each, _, _ in others), key=rank, default=None),
-            refused=counted(refused),
-            nearest=nearest(refused),
-        )
-        shards = tuple(shard_of(node, profile, pool, rank=i) for i, (_, node, _) in enumerate(taken))
-        build = pool.build if profile.nodes > 1 else taken[0][2].builds[0]
-        return Placement(profile=profile, shards=shards, build=build, fabric=pool.fabric, receipt=receipt)
-    return rejected(refused)
+        sizes = Counter(pool for each in found.values() if isinstance(each, Admission) for pool in each.pools(profile))
+        for name, each in found.items():
+            said.append(
+                each if isinstance(each, Refusal) else _fit(inventory.node(name), profile, each, sizes, standing)
+            )
+    return said
+
+
+def _fit(node: NodeInventory, profile: Profile, found: Admission, sizes: Mapping[Pool, int], standing: Standing) -> Fit:
+    """The best of the ways in which a node would be taken: by its score, then from the largest pool."""
+    pools = [pool for pool in found.pools(profile) if sizes[pool] >= profile.nodes]
+    scores = {pool: score(node, pool, found, standing) for pool in pools}
+    best = min(pools, key=lambda pool: (rank(scores[pool]), -sizes[pool], pool))
+    build = best.build or found.builds[0]
+    return Fit(node=node.name, profile=profile.name, build=build, score=scores[best], fabric=best.fabric)
 
 
 def survey(inventory: Inventory, profile: Profile) -> dict[str, Admission | Refusal]:
-    """Every node judged for one shard of a profile; or, under an empty name, why no node at all can take it."""
-    whole = _whole(inventory, profile)
+    """Every node by name, judged for one shard of a profile; or, without a name, why no node at all can take it."""
+    whole = _whole(inventory, profile, nodes=len(inventory.names))
     if whole is not None:
         return {"": whole}
     wish = inventory.wish(profile.engine)
@@ -197,66 +338,3 @@ def survey(inventory: Inventory, profile: Profile) -> dict[str, Admission | Refu
             if all(sizes[pool] < profile.nodes for pool in pools):
                 found[name] = lonely(name, profile, pools, sizes)
     return found
-
-
-def pools_of(
-    inventory: Inventory, profile: Profile, found: Mapping[str, Admission | Refusal], standing: Standing
-) -> dict[Pool, list[tuple[Score, NodeInventory, Admission]]]:
-    pools: dict[Pool, list[tuple[Score, NodeInventory, Admission]]] = {}
-    for name, each in found.items():
-        if isinstance(each, Admission):
-            node = inventory.node(name)
-            for pool in each.pools(profile):
-                pools.setdefault(pool, []).append((score(node, pool, each, standing), node, each))
-    return {pool: members for pool, members in pools.items() if len(members) >= profile.nodes}
-
-
-def _whole(inventory: Inventory, profile: Profile) -> Refusal | None:
-    """Why no node at all can take the profile."""
-    if inventory.wish_corrupt(profile.engine):
-        said = f"the wished version of {profile.engine} can't be read"
-        return Refusal(constraint=Constraint.RECORD_CORRUPT, profile=profile.name, detail=said)
-    return Refusal(constraint=Constraint.NO_NODES, profile=profile.name) if not inventory.names else None
-
-
-def explain(inventory: Inventory, spec: ModelSpec, *, failed: frozenset[str] = frozenset()) -> list[Fit | Refusal]:
-    """Everything placement would weigh for one more replica now: each profile by priority, in it each node by name."""
-    if not spec.profiles:
-        return [Refusal(constraint=Constraint.NO_PROFILES, profile="")]
-    standing = Standing(model=spec.name, source=spec.source, failed=failed)
-    said: list[Fit | Refusal] = []
-    for profile in by_priority(spec):
-        found = survey(inventory, profile)
-        pools = pools_of(inventory, profile, found, standing)
-        for name, each in sorted(found.items()):
-            if isinstance(each, Refusal):
-                said.append(each)
-                continue
-            mine = [(pool, s) for pool, of in pools.items() for s, node, _ in of if node.name == name]
-            pool, best = min(mine, key=lambda one: (rank(one[1]), -len(pools[one[0]]), one[0]))
-            build = pool.build if profile.nodes > 1 else each.builds[0]
-            said.append(Fit(node=name, profile=profile.name, build=build, score=best, fabric=pool.fabric))
-    return said
-
-
-def shard_of(node: NodeInventory, profile: Profile, pool: Pool, *, rank: int) -> ReplicaShard:
-    """What one shard holds: of the pool's class its GPUs, of the pool's fabric its HCAs, and the declared memory.
-
-    Raises:
-        InvariantError: the node has not enough free GPUs of the class, though it was judged to have them.
-    """
-    free = [
-        slot
-        for slot in node.gpus or ()
-        if slot.taken is None and slot.gpu_class == pool.gpu_class and fits(slot, profile)
-    ]
-    gpus = choose(free, profile.gpus_per_node) if profile.gpus_per_node else ()
-    if gpus is None:
-        raise InvariantError(1, f"{node.name} was taken to have {profile.gpus_per_node} free {pool.gpu_class}")
-    fabrics = () if node.facts is None else node.facts.fabrics
-    claim = Claim(
-        memory_bytes=profile.memory_bytes,
-        gpus=tuple(GpuClaim(uuid=slot.uuid) for slot in gpus),
-        hcas=tuple(hca for fabric in fabrics if fabric.name == pool.fabric for hca in fabric.hcas),
-    )
-    return ReplicaShard(rank=rank, node=node.name, claim=claim)

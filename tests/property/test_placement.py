@@ -1,0 +1,202 @@
+"""What placement answers from what it kept is what judging and sorting every node afresh would answer.
+
+The reference below is the meaning of placement written down once more, without anything kept and without any order but
+`sorted`: slow, and short enough to be seen to be right.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+
+from llmgw.core import prospect
+from llmgw.core.candidates import Admission, Pool, rate_gbps
+from llmgw.core.catalog import ModelSpec
+from llmgw.core.draft import Draft
+from llmgw.core.explain import Refusal, Score, counted, nearest
+from llmgw.core.inventory import Inventory
+from llmgw.core.placement import Placement, Rejection, Standing, by_priority, place, quality, rank, score, survey
+from llmgw.core.plan import Put
+from llmgw.core.record import Record
+from llmgw.core.replica import Replica, ReplicaPhase
+from llmgw.core.snapshot import Index, Kind, Ref
+from llmgw.testing.apply import changes_for, copy_of
+from llmgw.testing.clusters import NODES, Scene, build, scenes
+from llmgw.testing.machines import Dice, node_records, wish_of
+
+EVENTS = ("placed", "placed", "placed", "taken back", "ended", "machine", "machine gone", "wish")
+
+
+# --- the reference --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Way:
+    """One node taken from one pool."""
+
+    score: Score
+    preference: int
+    rate_gbps: float
+
+
+def reference(index: Index, spec: ModelSpec, failed: frozenset[str]) -> dict[str, object]:
+    """What `place` should decide and tell."""
+    inventory, standing = Inventory(index), Standing(model=spec.name, source=spec.source, failed=failed)
+    refusals: list[Refusal] = []
+    for profile in by_priority(spec):
+        found = survey(inventory, profile)
+        refusals += [each for each in found.values() if isinstance(each, Refusal)]
+        pools: dict[Pool, list[Way]] = {}
+        fitting = {name: each for name, each in found.items() if isinstance(each, Admission)}
+        for name, each in fitting.items():
+            for pool in each.pools(profile):
+                node = inventory.node(name)
+                preference = each.builds.index(pool.build) if pool.build is not None else 0
+                way = Way(score(node, pool, each, standing), preference, rate_gbps(node, pool.fabric))
+                pools.setdefault(pool, []).append(way)
+        pools = {
+            pool: sorted(ways, key=lambda way: rank(way.score))
+            for pool, ways in pools.items()
+            if len(ways) >= profile.nodes
+        }
+        if not pools:
+            continue
+
+        def goodness(pool: Pool, ways: list[Way]) -> tuple[object, ...]:
+            return quality(
+                pool,
+                [rank(way.score) for way in ways],
+                preference=sum(way.preference for way in ways),
+                rate_gbps=min(way.rate_gbps for way in ways),
+            )
+
+        if profile.nodes == 1:
+            best = min(pools, key=lambda pool: rank(pools[pool][0].score))
+        else:
+            best = min(pools, key=lambda pool: goodness(pool, pools[pool][: profile.nodes]))
+        winner = [way.score for way in pools[best][: profile.nodes]]
+        taken = {each.node for each in winner}
+        others = [
+            (rank(way.score), pool, way.score)
+            for pool, ways in pools.items()
+            for way in ways
+            if (way.score.node not in taken if profile.nodes > 1 else way.score != winner[0])
+        ]
+        return {
+            "profile": profile.name,
+            "winner": winner,
+            "runner up": min(others)[2] if others else None,
+            "fabric": best.fabric,
+            "build": best.build or fitting[winner[0].node].builds[0],
+            "refused": counted(refusals),
+            "nearest": nearest(refusals),
+        }
+    return {"refused": counted(refusals), "nearest": nearest(refusals), "nodes": len({r.node for r in refusals} - {""})}
+
+
+def told(outcome: Placement | Rejection) -> dict[str, object]:
+    """The same of an outcome."""
+    if isinstance(outcome, Rejection):
+        return {"refused": outcome.refused, "nearest": outcome.nearest, "nodes": outcome.nodes}
+    receipt = outcome.receipt
+    assert [shard.node for shard in outcome.shards] == [each.node for each in receipt.winner]
+    return {
+        "profile": outcome.profile.name,
+        "winner": list(receipt.winner),
+        "runner up": receipt.runner_up,
+        "fabric": outcome.fabric,
+        "build": outcome.build,
+        "refused": receipt.refused,
+        "nearest": receipt.nearest,
+    }
+
+
+# --- what happens in between ----------------------------------------------------------------------------------------
+
+
+class World:
+    """A cluster's index that lives on, models to place on it, and whatever happens to it."""
+
+    def __init__(self, scene: Scene) -> None:
+        self.cluster = build(scene)
+        self.index = self.cluster.index
+        self.models = [spec for spec in self.index.models.records() if spec.profiles]
+        self.made = 0
+
+    def compare(self, failed: frozenset[str]) -> None:
+        """Every model, from what is kept and from nothing kept. Raises AssertionError where they differ."""
+        fresh = copy_of(self.index)
+        for spec in self.models:
+            outcome = place(Inventory(self.index), spec, failed=failed)
+            assert told(outcome) == reference(fresh, spec, failed)
+            event("placed" if isinstance(outcome, Placement) else "refused")
+            event(f"{len(outcome.shards)} shards" if isinstance(outcome, Placement) else "none")
+
+    def happen(self, name: str, dice: Dice) -> None:
+        """One event."""
+        match name:
+            case "placed" | "taken back":
+                writes = self._placed(dice)
+                if name == "placed":
+                    self.write(*((write.ref.kind, write.ref.name, write.record) for write in writes))
+                    return
+                with Draft(self.index) as draft, draft.imagine(*writes):
+                    self.compare(frozenset())
+            case "ended" if self.index.replicas:
+                self.write((Kind.REPLICA, dice.pick(self.index.replicas.names()), None))
+            case "machine":
+                self.write(*node_records(self.cluster, dice.pick(NODES), dice))
+            case "machine gone":
+                kinds, node = (Kind.SESSION, Kind.FACTS, Kind.NODE_STATE), dice.pick(NODES)
+                self.write(*((kind, node, None) for kind in kinds))
+            case "wish":
+                wish = wish_of(dice)
+                self.write((Kind.ENGINE, wish.name, None if dice.one_in(2) else wish))
+            case _:
+                pass
+
+    def write(self, *records: tuple[Kind, str, Record | None]) -> None:
+        """One revision, by whomever."""
+        revision = self.index.revision + 1
+        self.index.apply(changes_for(self.index, *records, revision=revision), revision=revision)
+
+    def _placed(self, dice: Dice) -> list[Put]:
+        if not self.models:
+            return []
+        spec = dice.pick(self.models)
+        outcome = place(Inventory(self.index), spec)
+        if isinstance(outcome, Rejection):
+            return []
+        self.made += 1
+        replica = Replica(
+            id=f"r-{self.made}",
+            model=spec.name,
+            profile=outcome.profile.name,
+            engine=outcome.profile.engine,
+            launch="",
+            phase=ReplicaPhase.PLACED,
+            shards=outcome.shards,
+            created_at=0.0,
+            phase_at=0.0,
+            fabric=outcome.fabric,
+        )
+        return [Put(ref=Ref(Kind.REPLICA, replica.id), record=replica)]
+
+
+SLOW = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+
+
+@pytest.mark.parametrize("few", [0, 256])
+@SLOW
+@given(scenes(EVENTS, events_min=2, events_max=12), st.frozensets(st.sampled_from(NODES), max_size=3))
+def test_what_is_kept_changes_no_answer(few: int, scene: Scene, failed: frozenset[str]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prospect, "FEW", few)  # both ways of finding nodes with weights, whatever the size of the fleet
+        world = World(scene)
+        world.compare(failed)
+        for name, tape in scene.events:
+            world.happen(name, Dice(tape))
+            world.compare(failed if len(tape) % 2 else frozenset())
