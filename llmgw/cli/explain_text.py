@@ -9,7 +9,7 @@ from typing import Final
 from llmgw.cli.refusal_text import counted, refused, scored, some
 from llmgw.core.autoscale import has_range
 from llmgw.core.catalog import ModelSpec
-from llmgw.core.explain import Receipt
+from llmgw.core.explain import Receipt, turned_down
 from llmgw.core.explanation import Explanation, Standing, Verdicts
 from llmgw.core.model_text import asleep
 from llmgw.core.replica import Claim, ModelState, Rollout, ScaleState
@@ -136,8 +136,8 @@ def _receipt(receipt: Receipt) -> Iterator[Line]:
     else:
         yield _under("second"), "none: nothing else would have fitted"
     if receipt.refused:
-        counts = ", ".join(f"{count} × {name.replace('_', ' ')}" for name, count in receipt.refused.items())
-        yield _under("refused"), f"{counts} (at revision {receipt.revision}); the nearest misses:"
+        counts = ", ".join(turned_down(name, count) for name, count in receipt.refused.items())
+        yield _under("refused"), f"at revision {receipt.revision}: {counts}; the nearest misses:"
         for text, _ in refused(receipt.nearest):
             yield _under(""), text
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
-from llmgw.core.explain import Refusal, Score, miss, remedy, render
+from llmgw.core.explain import Refusal, Score, miss, remedy, render, turned_down
 from llmgw.core.units import format_bytes
 
 NAMES_MAX: Final = 12
@@ -44,7 +44,7 @@ def refused(refusals: Iterable[Refusal], *, every: bool = False) -> Iterator[tup
         names = [refusal.node for refusal in same if refusal.node]
         yield f"{_subject(names, every=every)}{why}", todo
     for kind, count in left.items():
-        yield f"{count} more {'node' if count == 1 else 'nodes'}: {kind.replace('_', ' ')}", "--all shows each"
+        yield f"and so on: {turned_down(kind, count)} (--all shows each)", ""
 
 
 def _subject(names: list[str], *, every: bool) -> str:

@@ -290,7 +290,7 @@ def remedy(refusal: Refusal) -> str:
         case Constraint.GPU_COUNT:
             return f"ask for at most {refusal.total} a node" if refusal.total else "a GPU, or a profile that needs none"
         case constraint if constraint in GPUS_TAKEN and refusal.needed is not None:
-            return f"{lacking} more free {_gpus(None if lacking == 1 else lacking, refusal.gpu_class)} there"
+            return f"{lacking} more free {refusal.gpu_class or ('GPU' if lacking == 1 else 'GPUs')} there"
         case Constraint.GANG:
             return f"{lacking} more such {'node' if lacking == 1 else 'nodes'} on the same fabric"
         case _:
@@ -331,7 +331,7 @@ def summarise(unplaced: Unplaced) -> str:
     near = render_at(unplaced.nearest[0]) if unplaced.nearest else ""
     if Constraint.NO_NODES.value in unplaced.refused:
         return _FIXED[Constraint.NO_NODES]
-    counts = ", ".join(_count(name, count) for name, count in unplaced.refused.items())
+    counts = ", ".join(turned_down(name, count) for name, count in unplaced.refused.items())
     if unplaced.nodes <= 1:
         return f"{'does not fit on the only node' if unplaced.nodes else 'fits nowhere'}: {near or counts}"
     return f"fits on none of {unplaced.nodes} nodes: {counts}" + (f" ({near})" if near else "")
@@ -364,7 +364,7 @@ _LACKS: Final = {
 """What is said of one node and of several that a constraint turned down; of any other, its name."""
 
 
-def _count(name: str, count: int) -> str:
+def turned_down(name: str, count: int) -> str:
     """How many nodes a constraint turned down. It may be the name of one that only a newer leader knows."""
     known = next((words for constraint, words in _LACKS.items() if constraint.value == name), None)
     return f"{count} × {name.replace('_', ' ')}" if known is None else f"{count} {known[count != 1]}"

@@ -57,6 +57,7 @@ def test_where_it_runs_and_why_there(c: Cluster, on: On, capsys: pytest.CaptureF
         "  claims    9 GB of memory on n1",
         "  why there n1: has the weights, empty, 16 GB free",
         "  second    n2: weights not seen there, empty, 32 GB free",
+        "  refused   at revision 11: 1 has too little memory; the nearest misses:",
         "            n3: has 4 GB of memory, needs 9",
         "one more replica would go to n2 (cpu), claiming 9 GB of memory",
         "profile cpu (priority 0): 1 node fits, 2 do not",
@@ -120,7 +121,7 @@ def test_hundreds_of_nodes_are_told_by_reason_and_all_of_them_on_demand() -> Non
     out = text(c)
     assert "    - 412 nodes (g000, g001, g002, g003 and 408 more): has no llama.cpp\n" in out
     assert "profile cpu (priority 0): 10 nodes fit, 432 do not\n" in out
-    assert "    - 15 more nodes: memory total\n        to change: --all shows each\n" in out
+    assert "    - and so on: 15 have too little memory (--all shows each)\n" in out
     assert len(out.splitlines()) < 40
     every = text(c, every=True)
     assert all(f"g{i:03}" in every for i in range(412))

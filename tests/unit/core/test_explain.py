@@ -19,6 +19,7 @@ from llmgw.core.explain import (
     clip,
     counted,
     nearest,
+    remedy,
     render,
     render_at,
     same_but_numbers,
@@ -159,3 +160,27 @@ def test_inv11_the_largest_receipt_stays_within_its_bound() -> None:
         nearest=nearest([worst] * 60),
     )
     assert len(msgspec.json.encode(receipt)) <= RECEIPT_BYTES_MAX
+
+
+@pytest.mark.parametrize(
+    ("given", "todo"),
+    [
+        (refusal(C.MEMORY, needed=15 * GB, total=31 * GB, free=11 * GB), "free 4 GB there, or ask for at most 11 GB"),
+        (refusal(C.MEMORY, needed=15 * GB, total=31 * GB, free=0), "free 15 GB there"),
+        (refusal(C.MEMORY_TOTAL, needed=24 * GB, total=8 * GB), "ask for at most 8 GB"),
+        (refusal(C.GPU_COUNT, needed=8, total=4), "ask for at most 4 a node"),
+        (refusal(C.GPU_COUNT, needed=8, total=0), "a GPU, or a profile that needs none"),
+        (refusal(C.GPU_CLAIMED, needed=8, total=8, free=0, gpu_class="h100"), "8 more free h100 there"),
+        (refusal(C.GPU_FAULT, needed=2, total=8, free=1), "1 more free GPU there"),
+        (refusal(C.GPU_IN_USE, needed=3, total=8, free=1), "2 more free GPUs there"),
+        (refusal(C.GANG, needed=4, free=2), "2 more such nodes on the same fabric"),
+        (refusal(C.GANG, needed=4, free=3), "1 more such node on the same fabric"),
+    ],
+)
+def test_what_would_have_to_change(given: Refusal, todo: str) -> None:
+    assert remedy(given) == todo
+
+
+@pytest.mark.parametrize("constraint", [each for each in Constraint if each is not Constraint.OTHER])
+def test_every_refusal_says_what_would_have_to_change(constraint: Constraint) -> None:
+    assert remedy(refusal(constraint, needed=2, total=4, free=1))
