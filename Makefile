@@ -5,7 +5,7 @@ PYTHON := .venv/bin/python
 
 .PHONY: help
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 .PHONY: setup
 setup: ## make this checkout ready: Debian packages, .tools/, .venv/, the tiny model
@@ -35,6 +35,10 @@ bench-store: setup ## calls a second and the cost of a long listing, on an etcd 
 .PHONY: bench-gateway
 bench-gateway: setup ## CPU of a request and of a streamed chunk, beside HAProxy's; B='--rounds 3'
 	$(PYTHON) bench/gateway.py $(B)
+
+.PHONY: bench-placement
+bench-placement: setup ## placements a second, passes and memory of fleets up to 10,000 nodes; B='--nodes 1000'
+	$(PYTHON) bench/placement.py $(B)
 
 .PHONY: demo
 demo: setup ## a cluster on this machine, a real model, a streamed answer, and a leader killed during another
