@@ -109,7 +109,7 @@ def waiting(index: Index, load: LoadView, told: GatewayLoad) -> frozenset[str]:
     found: set[str] = set()
     for name, each in told.models.items():
         spec, seen = index.models.record(name), load.models.get(name)
-        if spec is None or spec.scaling.min > 0 or not each.requests:
+        if spec is None or spec.scaling.min > 0 or not has_range(spec.scaling) or not each.requests:
             continue
         if wanted_replicas(spec, index.model_states.record(name)) == 0:
             wakes = each.queued > 0 and (seen is None or seen.wanted == 0)

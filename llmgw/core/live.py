@@ -32,9 +32,9 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=1_000_000_000)]
 class ModelLoad(Record, frozen=True, kw_only=True):
     """One model at one gateway.
 
-    `in_flight`: requests that a replica works on. `queued`: requests that wait for one, those included that wait
-    because there is none. `idle_s`: since the end of the last request, by the gateway's monotonic clock; 0 while there
-    are any, and where the gateway does not say.
+    `in_flight`: requests that a replica works on. `queued`: requests that wait for one; those included that wait
+    because there is none, and those that went to a fallback for that reason since the last writing. `idle_s`: since the
+    end of the last request, by the gateway's monotonic clock; 0 while there are any, and where the gateway does not say.
     """
 
     in_flight: Count = 0
