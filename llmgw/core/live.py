@@ -33,8 +33,8 @@ class ModelLoad(Record, frozen=True, kw_only=True):
     """One model at one gateway.
 
     `in_flight`: requests that a replica works on. `queued`: requests that wait for one; those included that wait
-    because there is none, and those that went to a fallback for that reason since the last writing. `idle_s`: since the
-    end of the last request, by the gateway's monotonic clock; 0 while there are any, and where the gateway does not say.
+    because there is none, and those that went to a fallback for that reason since the last writing. `idle_s`: since
+    the end of the last request, by the gateway's monotonic clock; 0 while there are any, or where it does not say.
     """
 
     in_flight: Count = 0
