@@ -13,13 +13,15 @@ import httpx2
 import pytest
 
 from llmgw.config import EtcdConfig
-from llmgw.core.catalog import ModelSpec
+from llmgw.core.catalog import ModelSpec, Scaling
 from llmgw.core.record import Head, Leader
+from llmgw.core.replica import ModelState, ScaleCause
 from llmgw.core.snapshot import Kind, Ref
 from llmgw.store import codec, keys
 from llmgw.store.etcd import EtcdStore, open_etcd
 from llmgw.store.port import PutOp
 from llmgw.testing.etcd import Etcd
+from llmgw.testing.load import LoadTeller
 from llmgw.testing.port import HeldPort
 
 pytestmark = [pytest.mark.e2e, pytest.mark.anyio]
@@ -260,3 +262,40 @@ async def test_a_corrupt_record_is_told_by_its_key_and_does_no_harm(start: Start
         assert 'llmgw_corrupt_records{kind="spec/models"} 1.0' in (await client.get(f"{a.url}/metrics")).text
         assert "spec/models/broken" in (await client.get(a.url)).text
         assert await store.get(keys.ROOT + "spec/models/broken") is not None
+
+
+async def test_a_model_is_woken_by_what_a_gateway_tells_and_its_load_is_told(start: Start, etcd: Etcd) -> None:
+    one = start("one", "scale_every_s: 0.5\n" + FAST % json.dumps(etcd.endpoints))
+    spec = ModelSpec(name="m", source="m.gguf", scaling=Scaling(min=0, max=2))
+
+    async def state() -> ModelState | None:
+        item = await store.get(keys.key(Ref(Kind.MODEL_STATE, "m")))
+        found = None if item is None else codec.decode(Ref(Kind.MODEL_STATE, "m"), item.value)
+        return found if isinstance(found, ModelState) else None
+
+    async def wanted(number: int) -> bool:
+        found = await state()
+        return found is not None and found.wanted == number
+
+    async def told(line: str) -> bool:
+        return line in (await client.get(f"{one.url}/metrics")).text
+
+    async with open_etcd(EtcdConfig(endpoints=etcd.endpoints)) as store, visitor() as client:
+        await until(lambda: is_led_by(store, "one"))
+        await store.txn([], [PutOp(key=keys.key(Ref(Kind.MODEL, "m")), value=codec.encode_stored(spec))])
+        await until(lambda: wanted(0))
+        await until(lambda: told("llmgw_load_known 0.0"))
+        async with anyio.create_task_group() as tasks:
+            teller = LoadTeller(store, "host:8880")
+            teller.say({"m": (0, 3)})
+            tasks.start_soon(teller.run)
+            await until(lambda: wanted(1))
+            found = await state()
+            assert found is not None
+            assert found.scale is not None
+            assert (found.scale.cause, found.scale.load) == (ScaleCause.WAKE, 3)
+            await until(lambda: told('llmgw_model_load{model="m"} 3.0'))
+            tasks.cancel_scope.cancel()
+        await until(lambda: told("llmgw_load_known 0.0"))
+        assert await wanted(1)
+    assert one.end() == 0
