@@ -39,6 +39,8 @@ class Kind(enum.Enum):
     FACTS = "node/facts/"
     SHARD = "node/shards/"
 
+    __hash__ = object.__hash__  # members are compared by identity; Enum's own is written in Python, and asked often
+
     @property
     def many(self) -> bool:
         """Whether there is one key per name, rather than a single key."""

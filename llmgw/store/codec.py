@@ -72,14 +72,13 @@ def decode_file(kind: type[R], value: bytes) -> R:
 
 def decode(ref: Ref, value: bytes) -> Record:
     """The record at `ref`. Raises CorruptRecord, also when it speaks of another name than its key."""
-    raw = keys.key(ref)
     try:
         record = _DECODERS[ref.kind].decode(value)
     except _UNREADABLE as error:
-        raise CorruptRecord(raw, str(error)) from error
+        raise CorruptRecord(keys.key(ref), str(error)) from error
     said = _name(ref.kind, record)
     if said is not None and said != ref.name:
-        raise CorruptRecord(raw, f"its value speaks of {said!r}")
+        raise CorruptRecord(keys.key(ref), f"its value speaks of {said!r}")
     return record
 
 

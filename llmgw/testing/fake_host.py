@@ -153,7 +153,10 @@ class Machine:
 
     def running(self) -> list[Engine]:
         """Engines whose process exists."""
-        return [engine for engine in self.engines if engine.alive]
+        if not self.engines:
+            return []
+        now_s = anyio.current_time()
+        return [engine for engine in self.engines if now_s < engine.ends_s]
 
     def power_off(self) -> None:
         """Every process is gone, the disk stays."""

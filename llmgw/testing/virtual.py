@@ -6,11 +6,12 @@ random source is seeded. Nothing that runs here may wait for a thread or a socke
 
 from __future__ import annotations
 
+import gc
 import heapq
 import math
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import anyio
 import hypothesis  # noqa: F401  # for its effect on trio, see above
@@ -18,6 +19,9 @@ import trio
 import trio._core._run
 
 T = TypeVar("T")
+
+GARBAGE: Final = 50_000
+"""Objects between two looks for cyclic garbage; Python's own 700 cost a tenth of a run (measured)."""
 
 _clock: ContextVar[JumpingClock | None] = ContextVar("clock", default=None)
 
@@ -81,4 +85,9 @@ def run_virtual(main: Callable[[], Awaitable[T]], *, seed: int = 0) -> T:
         _clock.set(clock)
         return await main()
 
-    return trio.run(under_clock, clock=clock)
+    before = gc.get_threshold()
+    gc.set_threshold(GARBAGE)
+    try:
+        return trio.run(under_clock, clock=clock)
+    finally:
+        gc.set_threshold(*before)
