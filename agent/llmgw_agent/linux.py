@@ -241,8 +241,8 @@ class LinuxHost:
         return look
 
     def _look(self, shard: str, process: Process | None, *, whole: bool) -> Look:
+        enginelog.trim(self._logs(shard))
         if not whole:
-            enginelog.trim(self._logs(shard))
             alive = process is not None and self._lives(shard, process)
             return Look(alive=alive, left=int(alive), exit="" if alive else self._exit_words(shard, process))
         members = self._tree(shard, process)

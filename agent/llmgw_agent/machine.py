@@ -17,6 +17,7 @@ from llmgw.core.ids import Ids
 from llmgw.core.units import Now
 from llmgw.errors import InvariantError
 from llmgw_agent.event import Instruction, SignalTree, StartEngine
+from llmgw_agent.host import LOOK_S
 from llmgw_agent.ports import Ports
 from llmgw_agent.room import room_problem
 from llmgw_agent.shard import GOING, GONE, MOVES, Shard, Stage
@@ -35,6 +36,9 @@ ever and never get ready."""
 
 PROGRESS_S: Final = 10.0
 """How often progress is looked for while an engine loads, seconds; at least four times a budget."""
+
+LOOK_GOING_S: Final = 0.2
+"""How often a tree that is to go is looked at, all of it, seconds; any other's main process every `LOOK_S`."""
 
 STORY_LEN_MAX: Final = 500
 
@@ -210,7 +214,14 @@ def start_s(shard: Shard) -> float:
 
 def progress_every_s(shard: Shard) -> float:
     """How often progress of its load is looked for, seconds."""
-    return min(PROGRESS_S, start_s(shard) / 4)
+    return min(PROGRESS_S, max(LOOK_GOING_S, start_s(shard) / 4))
+
+
+def look_every_s(shard: Shard) -> float:
+    """How often its processes are looked at, seconds."""
+    if shard.stage in (Stage.TERMINATING, Stage.KILLING):
+        return LOOK_GOING_S
+    return min(LOOK_S, progress_every_s(shard)) if shard.stage is Stage.LOADING else LOOK_S
 
 
 def _contradiction(shard: Shard, *, attempts_max: int) -> str | None:

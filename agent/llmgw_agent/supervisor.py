@@ -15,14 +15,11 @@ from llmgw.core.ids import Ids
 from llmgw.core.replica import Desired, ShardReport
 from llmgw.core.units import Now
 from llmgw_agent import event as ev
-from llmgw_agent.host import LOOK_S, Loading, Look, Purpose, Silent, Working, Wrong
-from llmgw_agent.machine import Machine, progress_every_s
+from llmgw_agent.host import Loading, Look, Purpose, Silent, Working, Wrong
+from llmgw_agent.machine import Machine, look_every_s, progress_every_s
 from llmgw_agent.restore import restore
 from llmgw_agent.shard import ALIVE, GONE, Shard, Stage, wants_stop
 from llmgw_agent.state import SavedState
-
-LOOK_GOING_S: Final = 0.2
-"""How often a tree that is to go is looked at, all of it, seconds."""
 
 PROBE_LOADING_S: Final = 0.25
 PROBE_LOADING_LONG_S: Final = 1.0
@@ -249,7 +246,7 @@ class Supervisor(Machine):
             self._terminate(shard, Stage.STOPPED if shard.stop else after, "told to stop while starting")
             return
         self._load(shard, "its process is there")
-        shard.look_mono_s = self._now.mono_s + LOOK_S
+        shard.look_mono_s = self._now.mono_s + look_every_s(shard)
 
     def _refused(self, shard: Shard, event: ev.StartRefused) -> None:
         shard.forget_engine()
@@ -270,7 +267,7 @@ class Supervisor(Machine):
     def _looked(self, shard: Shard, event: ev.TreeLooked) -> None:
         shard.looking = False
         going = shard.stage in (Stage.TERMINATING, Stage.KILLING)
-        shard.look_mono_s = self._now.mono_s + (LOOK_GOING_S if going else LOOK_S)
+        shard.look_mono_s = self._now.mono_s + look_every_s(shard)
         look = event.look
         if going and not event.whole:
             shard.look_mono_s = self._now.mono_s

@@ -424,6 +424,23 @@ async def test_an_engine_that_crashes_leaves_its_last_words(etcd: Etcd, agent: A
         assert "could not do it" in agent.engine_log(SHARD, "previous.log")
 
 
+async def test_b13_a_slow_load_that_writes_its_log_outlives_its_budget_and_a_silent_one_does_not(
+    etcd: Etcd, agent: AgentProcess
+) -> None:
+    silent = order(replica="m-bbbbb", start_s=1.0, launch={"env": behave(load_s=4.0)})
+    other = Ref(Kind.SHARD, "n1/m-bbbbb.0")
+    async with people_of(config_of(etcd)) as people:
+        agent.start()
+        await people.put(ORDER, order(start_s=1.0, launch={"env": behave(load_s=4.0, spam_bytes_s=2**14)}))
+        await people.put(Ref(Kind.ASSIGNMENT, "n1/m-bbbbb.0"), silent)
+        await people.until(REPORT, lambda r: r is not None and r.extended > 0, agent)
+        failed = await people.until(other, lambda r: r is not None and r.phase is ShardPhase.FAILED, agent)
+        report = await people.until_ready(agent, REPORT)
+    assert failed.reason.endswith(" 1 s: Loading model")  # that its port opened counts as a step, if it was seen
+    assert report.attempts == 0
+    assert await ask(report) == 200
+
+
 async def test_an_engine_with_other_slots_than_ordered_fails(etcd: Etcd, agent: AgentProcess) -> None:
     async with people_of(config_of(etcd)) as people:
         agent.start()
