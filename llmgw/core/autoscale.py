@@ -71,6 +71,13 @@ def decide(spec: ModelSpec, state: ModelState, load: LoadView, *, now: Now) -> S
     return ScaleState(wanted=wanted, since_at=now.wall_s, cause=seen.cause, load=seen.load, target=seen.target)
 
 
+def at_least(spec: ModelSpec, state: ModelState, live: int, *, now: Now) -> ScaleState | None:
+    """What stands written after a restore of the store, or as many as run: what was decided since then is forgotten."""
+    if not has_range(spec.scaling) or _within(spec.scaling, live) <= wanted_replicas(spec, state):
+        return state.scale
+    return ScaleState(wanted=_within(spec.scaling, live), since_at=now.wall_s, cause=ScaleCause.START)
+
+
 def moved(index: Index, load: LoadView, *, now: Now) -> set[str]:
     """The models for which a pass would now decide another number than is written."""
     found: set[str] = set()

@@ -12,7 +12,7 @@ from typing import Final
 import msgspec
 
 from llmgw.core import gang
-from llmgw.core.autoscale import decide
+from llmgw.core.autoscale import at_least, decide
 from llmgw.core.catalog import ModelSpec, Profile
 from llmgw.core.census import Census, retirements, take_census, tokens
 from llmgw.core.draft import Pass
@@ -147,6 +147,9 @@ def tend(p: Pass, name: str, inventory: Inventory) -> Tended | None:
     state = index.model_states.record(name) or _first_state(index, name)
     model = Tended(name=name, spec=spec, state=state)
     if p.restoring:
+        if spec is not None:
+            scale = at_least(spec, state, _live(index, name), now=p.now)
+            model.state = msgspec.structs.replace(state, scale=scale)
         return model
     _scale(p, model)
     _fail(p, model)
@@ -159,8 +162,11 @@ def tend(p: Pass, name: str, inventory: Inventory) -> Tended | None:
 
 def _first_state(index: Index, name: str) -> ModelState:
     """Of a model that has none: what runs already, after its state was lost, is as many as are wanted."""
-    live = sum(1 for replica in replicas_of(index, name) if is_live(replica))
-    return ModelState(name=name, wanted=live, placed=0, ready=0)
+    return ModelState(name=name, wanted=_live(index, name), placed=0, ready=0)
+
+
+def _live(index: Index, name: str) -> int:
+    return sum(1 for replica in replicas_of(index, name) if is_live(replica))
 
 
 def _scale(p: Pass, model: Tended) -> None:

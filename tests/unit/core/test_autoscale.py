@@ -13,6 +13,7 @@ from llmgw.core.autoscale import WINDOW_S, decide, observe, target_load, wanted_
 from llmgw.core.catalog import ModelSpec, Profile, Scaling
 from llmgw.core.invariants import unconverged
 from llmgw.core.live import LOAD_STALE_S, NOTHING, GatewayLoad, Heard, LoadView, ModelLoad, Sample, Total
+from llmgw.core.record import StoreMeta
 from llmgw.core.replica import ModelState, Replica, ReplicaPhase, Retire, ScaleCause, ScaleState, ShardPhase
 from llmgw.core.routing import route_table
 from llmgw.core.snapshot import Dirty, Index, Kind
@@ -311,6 +312,25 @@ def test_a_state_that_was_lost_is_made_from_what_runs() -> None:
     c.meddle((Kind.MODEL_STATE, "m", None))
     c.settle()
     assert (scale(c).wanted, scale(c).cause, len(live(c))) == (5, Q.START, 5)
+
+
+def test_after_a_restore_what_runs_stays_until_load_says_otherwise() -> None:
+    c, loads = world(1, 8)
+    up(c, loads)
+    running = {each.id for each in live(c)}
+    old = msgspec.structs.replace(state(c), scale=msgspec.structs.replace(scale(c), wanted=1), wanted=1)
+    c.meddle((Kind.META, "", StoreMeta(incarnation="store-2")), (Kind.MODEL_STATE, "m", old))
+    c.new_leader()
+    for n in range(4):
+        c.away(f"n{n}")
+        c.settle()
+        c.back(f"n{n}")
+        c.settle()
+    assert {each.id for each in live(c)} == running
+    assert told(c) == (5, Q.START, None)
+    loads.tell({"m": (2, 0)})
+    loads.run(WINDOW_S + 3 * SAMPLE_S)
+    assert scale(c).wanted == 1
 
 
 def test_a_range_that_is_new_begins_with_what_there_is() -> None:
