@@ -14,8 +14,8 @@ FORMAT: Final = 1
 """Version of the key tree and its records. A controller older than the store's format does not stand for election."""
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """One value in the key tree."""
+class Record(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """One value in the key tree. Not followed by the garbage collector: what is frozen can't be part of a cycle."""
 
 
 class StoreMeta(Record, frozen=True, kw_only=True):

@@ -78,6 +78,19 @@ class Index:
         self.revision = 0
         self.dirty = Dirty(everything=True)
         self._tables: dict[Kind, Table[Record]] = {kind: Table() for kind in Kind}
+        # Typed views of the tables. One cast each, in one place: RECORDS says which type a kind holds.
+        self.models: Final = cast("Table[ModelSpec]", self._tables[Kind.MODEL])
+        self.aliases: Final = cast("Table[Alias]", self._tables[Kind.ALIAS])
+        self.engines: Final = cast("Table[EngineSpec]", self._tables[Kind.ENGINE])
+        self.node_specs: Final = cast("Table[NodeSpec]", self._tables[Kind.NODE_SPEC])
+        self.replicas: Final = cast("Table[Replica]", self._tables[Kind.REPLICA])
+        self.assignments: Final = cast("Table[Assignment]", self._tables[Kind.ASSIGNMENT])
+        self.secrets: Final = cast("Table[EngineSecret]", self._tables[Kind.SECRET])
+        self.node_states: Final = cast("Table[NodeState]", self._tables[Kind.NODE_STATE])
+        self.model_states: Final = cast("Table[ModelState]", self._tables[Kind.MODEL_STATE])
+        self.sessions: Final = cast("Table[Session]", self._tables[Kind.SESSION])
+        self.facts: Final = cast("Table[Facts]", self._tables[Kind.FACTS])
+        self.reports: Final = cast("Table[ShardReport]", self._tables[Kind.SHARD])
         self.corrupted: set[Ref] = set()
         """Every place whose present value can't be read."""
         self.standing = Standing()
@@ -106,55 +119,6 @@ class Index:
         """Replica id -> names of its shard reports."""
         self.forming: set[str] = set()
         """Ids of the replicas that span nodes and are on their way to being ready for the first time."""
-
-    # Typed views of the tables. One cast each, in one place: RECORDS says which type a kind holds.
-    @property
-    def models(self) -> Table[ModelSpec]:
-        return cast("Table[ModelSpec]", self._tables[Kind.MODEL])
-
-    @property
-    def aliases(self) -> Table[Alias]:
-        return cast("Table[Alias]", self._tables[Kind.ALIAS])
-
-    @property
-    def engines(self) -> Table[EngineSpec]:
-        return cast("Table[EngineSpec]", self._tables[Kind.ENGINE])
-
-    @property
-    def node_specs(self) -> Table[NodeSpec]:
-        return cast("Table[NodeSpec]", self._tables[Kind.NODE_SPEC])
-
-    @property
-    def replicas(self) -> Table[Replica]:
-        return cast("Table[Replica]", self._tables[Kind.REPLICA])
-
-    @property
-    def assignments(self) -> Table[Assignment]:
-        return cast("Table[Assignment]", self._tables[Kind.ASSIGNMENT])
-
-    @property
-    def secrets(self) -> Table[EngineSecret]:
-        return cast("Table[EngineSecret]", self._tables[Kind.SECRET])
-
-    @property
-    def node_states(self) -> Table[NodeState]:
-        return cast("Table[NodeState]", self._tables[Kind.NODE_STATE])
-
-    @property
-    def model_states(self) -> Table[ModelState]:
-        return cast("Table[ModelState]", self._tables[Kind.MODEL_STATE])
-
-    @property
-    def sessions(self) -> Table[Session]:
-        return cast("Table[Session]", self._tables[Kind.SESSION])
-
-    @property
-    def facts(self) -> Table[Facts]:
-        return cast("Table[Facts]", self._tables[Kind.FACTS])
-
-    @property
-    def reports(self) -> Table[ShardReport]:
-        return cast("Table[ShardReport]", self._tables[Kind.SHARD])
 
     @property
     def meta(self) -> Row[StoreMeta] | None:

@@ -70,7 +70,7 @@ RECORDS: Mapping[Kind, type[Record]] = {
 """The record type of each kind."""
 
 
-class Ref(msgspec.Struct, frozen=True):
+class Ref(msgspec.Struct, frozen=True, gc=False):
     """One place in the tree: a kind and, where there are many, the unescaped name (`""` otherwise).
 
     Assignments and shards are named `<node>/<replica>.<rank>` (`llmgw.core.ids.shard_name`).
@@ -80,7 +80,7 @@ class Ref(msgspec.Struct, frozen=True):
     name: str = ""
 
 
-class Change(msgspec.Struct, frozen=True, kw_only=True):
+class Change(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One change of one place, as the mirror decoded it. A deletion has neither record nor `corrupt`."""
 
     ref: Ref
@@ -98,7 +98,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 R = TypeVar("R", bound=Record)
 
 
-class Row(msgspec.Struct, Generic[R], frozen=True, kw_only=True):
+class Row(msgspec.Struct, Generic[R], frozen=True, kw_only=True, gc=False):
     """A record and where it stands in history. `record` None: the key is there, but never held a readable value."""
 
     record: R | None
