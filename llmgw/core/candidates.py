@@ -11,19 +11,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from typing import Final, NamedTuple
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
 
+from llmgw.core.cards import Cards, cards_of, fits, named, reasons, shortage
 from llmgw.core.catalog import EngineSpec, Profile
-from llmgw.core.explain import GPUS_TAKEN, HOLDERS_MAX, Constraint, Refusal, bounded_holders, clip
-from llmgw.core.gpu import GpuSlot
+from llmgw.core.explain import HOLDERS_MAX, Constraint, Refusal, bounded_holders, clip
+from llmgw.core.gang_ports import PORTS, range_of
 from llmgw.core.inventory import NodeInventory
 from llmgw.core.node import Build, Liveness
 from llmgw.core.replica import SHARDS_PER_NODE_MAX
 from llmgw.core.units import format_bytes
-
-_KEEPERS: Final = (*GPUS_TAKEN, Constraint.UNACCOUNTED)
-"""What may keep a GPU, the one to speak of first where they keep equally many."""
 
 
 class Pool(NamedTuple):
@@ -36,19 +34,6 @@ class Pool(NamedTuple):
     fabric: str | None
     gpu_class: str | None
     build: str | None
-
-
-class Cards(NamedTuple):
-    """One class of GPUs on one node. `total`: of that class; `fitting`: of these with memory enough; `free`: of those.
-
-    `keeper`: what keeps most of the fitting ones that are not free, None when all are free.
-    """
-
-    gpu_class: str
-    total: int
-    fitting: int
-    free: int
-    keeper: Constraint | None
 
 
 class Admission(NamedTuple):
@@ -113,6 +98,7 @@ def alike_but_taken(old: NodeInventory, new: NodeInventory) -> bool:
         and old.present == new.present
         and old.cordon == new.cordon
         and old.address == new.address
+        and bool(old.gang_starts) == bool(new.gang_starts)
         and old.corrupt == new.corrupt
         and (old.shards < SHARDS_PER_NODE_MAX) == (new.shards < SHARDS_PER_NODE_MAX)
         and old.labels == new.labels
@@ -195,6 +181,9 @@ def _company(node: NodeInventory, profile: Profile, builds: tuple[str | None, ..
         return _refusal(node, profile, Constraint.FABRIC, said)
     if not node.address:
         return _refusal(node, profile, Constraint.FACTS, "has no address at which other nodes could reach it")
+    if not node.gang_starts:
+        said = f"its gang_ports {_range(node)} have no {PORTS} in a row that are free"
+        return _refusal(node, profile, Constraint.GANG_PORTS, said)
     if builds == (None,):
         # Shards of different builds do not understand one another, and not known is not the same.
         said = "its agent is too old to say which build it would run, and a gang needs one on all nodes"
@@ -202,16 +191,20 @@ def _company(node: NodeInventory, profile: Profile, builds: tuple[str | None, ..
     return None
 
 
-def lonely(node: str, profile: Profile, pools: Iterable[Pool], sizes: Mapping[Pool, int]) -> Refusal:
-    """Why a node that would do by itself is in no gang: its largest pool, and how many that one lacks.
+def lonely(node: NodeInventory, profile: Profile, pools: Collection[Pool], sizes: Mapping[Pool, int]) -> Refusal:
+    """Why a node that would do by itself is in no gang: its largest pool, and what that one lacks.
 
     Args:
-        node: its name.
+        node: one that would do.
         profile: spans several nodes.
         pools: those the node offers itself to.
         sizes: how many nodes offer themselves to each pool.
     """
     best = max(sorted(pools, key=_spoken), key=lambda pool: sizes[pool])
+    if sizes[best] >= profile.nodes:
+        others = "another node" if profile.nodes == 2 else f"{profile.nodes - 1} other nodes"
+        said = f"its gang_ports {_range(node)} have no {PORTS} in a row that are free on {others} of {best.fabric} too"
+        return _refusal(node, profile, Constraint.GANG_PORTS, said)
     what = f" with {profile.gpus_per_node} free {best.gpu_class}" if best.gpu_class is not None else ""
     if any(each[:2] == best[:2] and each.build != best.build for each in sizes):
         what += f"{' and' if what else ' with'} {best.build}"
@@ -219,12 +212,16 @@ def lonely(node: str, profile: Profile, pools: Iterable[Pool], sizes: Mapping[Po
     return Refusal(
         constraint=Constraint.GANG,
         profile=profile.name,
-        node=node,
+        node=node.name,
         needed=profile.nodes,
         free=sizes[best],
         gpu_class=best.gpu_class,
         detail=clip(said),
     )
+
+
+def _range(node: NodeInventory) -> str:
+    return "-".join(str(port) for port in range_of(node.facts))
 
 
 def _spoken(pool: Pool) -> tuple[str, ...]:
@@ -233,57 +230,6 @@ def _spoken(pool: Pool) -> tuple[str, ...]:
 
 
 # --- GPUs and memory ------------------------------------------------------------------------------------------------
-
-
-def cards_of(slots: Iterable[GpuSlot], profile: Profile) -> tuple[Cards, ...]:
-    """The GPUs that count for a profile, by class."""
-    of_class: dict[str, list[GpuSlot]] = {}
-    for slot in slots:
-        if profile.gpu_class is None or slot.gpu_class == profile.gpu_class:
-            of_class.setdefault(slot.gpu_class, []).append(slot)
-    return tuple(_cards(gpu_class, of_class[gpu_class], profile) for gpu_class in sorted(of_class))
-
-
-def _cards(gpu_class: str, slots: list[GpuSlot], profile: Profile) -> Cards:
-    fitting = slots if profile.min_gpu_memory_gb is None else [slot for slot in slots if fits(slot, profile)]
-    kept = [slot.taken for slot in fitting if slot.taken is not None]
-    keeper = max(_KEEPERS, key=kept.count) if kept else None
-    return Cards(gpu_class, len(slots), len(fitting), len(fitting) - len(kept), keeper)
-
-
-def fits(slot: GpuSlot, profile: Profile) -> bool:
-    """Whether a GPU has the memory that is asked for.
-
-    Not known is not enough; of one that can't be had anyway it is not asked, so that what is wrong with it is said.
-    """
-    least = profile.gpu_memory_bytes
-    if least is None or (slot.memory_bytes is None and slot.taken is not None):
-        return True
-    return slot.memory_bytes is not None and slot.memory_bytes >= least
-
-
-class Shortage(NamedTuple):
-    """Why a node has too few free GPUs. `cards`: the class nearest it; `total`, `free`: of it, where that tells."""
-
-    constraint: Constraint
-    cards: Cards
-    total: int | None = None
-    free: int | None = None
-
-
-def shortage(cards: tuple[Cards, ...], count: int) -> Shortage | None:
-    """Why no class of a node has `count` free GPUs; None when one has."""
-    if any(each.free >= count for each in cards):
-        return None
-    if all(each.total < count for each in cards):
-        most = max(cards, key=lambda each: each.total, default=Cards("", 0, 0, 0, None))
-        return Shortage(Constraint.GPU_COUNT, most, total=most.total)
-    best = max(cards, key=lambda each: (each.fitting, each.free))
-    if best.fitting < count or best.keeper is None:
-        return Shortage(Constraint.GPU_MEMORY, best, total=best.fitting)
-    if best.keeper is Constraint.UNACCOUNTED:
-        return Shortage(best.keeper, best)
-    return Shortage(best.keeper, best, total=best.fitting, free=best.free)
 
 
 def _gpus(node: NodeInventory, profile: Profile, cards: tuple[Cards, ...]) -> Refusal | None:
@@ -302,7 +248,7 @@ def _gpus(node: NodeInventory, profile: Profile, cards: tuple[Cards, ...]) -> Re
         case _:
             alike = [slot for slot in slots if slot.gpu_class == short.cards.gpu_class and fits(slot, profile)]
             holders = Counter(slot.holder for slot in alike if slot.holder)
-            detail = _reasons(slot for slot in alike if slot.taken is not None)
+            detail = reasons(slot for slot in alike if slot.taken is not None)
     return Refusal(
         constraint=short.constraint,
         profile=profile.name,
@@ -314,29 +260,6 @@ def _gpus(node: NodeInventory, profile: Profile, cards: tuple[Cards, ...]) -> Re
         gpu_class=short.cards.gpu_class or None,
         detail=clip(detail),
     )
-
-
-def named(slots: Iterable[GpuSlot]) -> str:
-    """Which GPUs there are, for people: "1 × rtx-3090 (25.8 GB), 2 × rtx-3060 (12.9 GB)"; empty for none."""
-    kinds = Counter((slot.gpu_class, slot.memory_bytes) for slot in slots)
-    ranked = sorted(kinds.items(), key=lambda kind: (-(kind[0][1] or 0), kind[0][0]))
-    return ", ".join(
-        f"{count} × {gpu_class}" + ("" if memory is None else f" ({format_bytes(memory)})")
-        for (gpu_class, memory), count in ranked
-    )
-
-
-def _reasons(slots: Iterable[GpuSlot]) -> str:
-    """What keeps each GPU: "GPUs 0, 1 are claimed by x-ab12c; GPU 3: ECC fault"."""
-    told: dict[str, list[GpuSlot]] = {}
-    for slot in slots:
-        told.setdefault(slot.why, []).append(slot)
-    parts: list[str] = []
-    for why, alike in told.items():
-        names = f"GPU{'s' if len(alike) > 1 else ''} {', '.join(str(slot.index) for slot in alike)}"
-        verb = f" {'are' if len(alike) > 1 else 'is'} " if alike[0].taken is Constraint.GPU_CLAIMED else ": "
-        parts.append(f"{names}{verb}{why}")
-    return "; ".join(parts)
 
 
 def _memory(node: NodeInventory, profile: Profile) -> Refusal | None:

@@ -10,7 +10,6 @@ node whose records can't be read; `draw` sees one pool, so that nothing could co
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
@@ -20,18 +19,19 @@ from llmgw.core.candidates import (
     Pool,
     claimed_bytes,
     claimed_gpus,
-    fits,
     free_bytes,
     judge,
     lonely,
     rate_gbps,
     satisfies,
 )
+from llmgw.core.cards import fits
 from llmgw.core.catalog import ModelSpec, Profile
 from llmgw.core.explain import Constraint, Receipt, Refusal, Score, Unplaced, counted, most, nearest
+from llmgw.core.gang_ports import meet
 from llmgw.core.gpu import choose
 from llmgw.core.inventory import Inventory, NodeInventory
-from llmgw.core.prospect import Leaning, Member, Prospect
+from llmgw.core.prospect import Leaning, Prospect
 from llmgw.core.replica import Claim, GpuClaim, ReplicaShard
 from llmgw.core.sieve import ledger_of
 from llmgw.errors import InvariantError
@@ -211,21 +211,18 @@ def _draw_one(prospect: Prospect, leaning: Leaning) -> Draw | None:
 
 def _draw_gang(inventory: Inventory, prospect: Prospect, leaning: Leaning) -> Draw | None:
     """The best gang that any one pool gives."""
-    size = prospect.profile.nodes
-    drawn: dict[Pool, list[Member]] = {
-        pool: prospect.members(pool, leaning, size + 1) for pool, count in prospect.pools.items() if count >= size
-    }
+    drawn = {pool: prospect.gang(pool, leaning) for pool in prospect.pools}
     if not drawn:
         return None
 
     def goodness(pool: Pool) -> Rank:
-        members = drawn[pool][:size]
+        members, _ = drawn[pool]
         rate = min(rate_gbps(inventory.node(each.node), pool.fabric) for each in members)
         return quality(pool, members, preference=prospect.preference(pool, members), rate_gbps=rate)
 
     best = min(drawn, key=goodness)
-    nodes = tuple(each.node for each in drawn[best][:size])
-    others = [(each, pool) for pool, members in drawn.items() for each in members if each.node not in nodes]
+    nodes = tuple(each.node for each in drawn[best][0])
+    others = [(each, pool) for pool, ways in drawn.items() for way in ways for each in way if each.node not in nodes]
     other = min(others, default=None)
     return Draw(pool=best, nodes=nodes, runner_up=None if other is None else (other[1], other[0].node))
 
@@ -307,34 +304,52 @@ def explain(inventory: Inventory, spec: ModelSpec, *, failed: frozenset[str] = f
     said: list[Fit | Refusal] = []
     for profile in by_priority(spec):
         found = survey(inventory, profile)
-        sizes = Counter(pool for each in found.values() if isinstance(each, Admission) for pool in each.pools(profile))
-        for name, each in found.items():
-            said.append(
-                each if isinstance(each, Refusal) else _fit(inventory.node(name), profile, each, sizes, standing)
-            )
+        for name, each in found.judged.items():
+            if isinstance(each, Refusal):
+                said.append(each)
+            else:
+                said.append(_fit(inventory.node(name), profile, each, found.pools, standing))
     return said
+
+
+class Survey(msgspec.Struct, frozen=True, kw_only=True):
+    """Every node by name, judged for one shard of a profile; or, without a name, why no node at all can take it.
+
+    `pools`: those a replica can be drawn from, and how many nodes offer themselves to each.
+    """
+
+    judged: dict[str, Admission | Refusal]
+    pools: dict[Pool, int]
+
+
+def survey(inventory: Inventory, profile: Profile) -> Survey:
+    """Judge every node for one shard of a profile, one after the other."""
+    whole = _whole(inventory, profile, nodes=len(inventory.names))
+    if whole is not None:
+        return Survey(judged={"": whole}, pools={})
+    wish = inventory.wish(profile.engine)
+    judged = {node.name: judge(node, profile, wish) for node in inventory.nodes()}
+    offers = {name: each.pools(profile) for name, each in judged.items() if isinstance(each, Admission)}
+    members: dict[Pool, list[int]] = {}
+    for name, pools in offers.items():
+        for pool in pools:
+            members.setdefault(pool, []).append(inventory.node(name).gang_starts)
+    sizes = {pool: len(ports) for pool, ports in members.items()}
+    if profile.nodes > 1:
+        sizes_of_gangs = {pool: sizes[pool] for pool, ports in members.items() if meet(ports, profile.nodes)}
+        judged |= {
+            name: lonely(inventory.node(name), profile, pools, sizes)
+            for name, pools in offers.items()
+            if sizes_of_gangs.keys().isdisjoint(pools)
+        }
+        sizes = sizes_of_gangs
+    return Survey(judged=judged, pools=sizes)
 
 
 def _fit(node: NodeInventory, profile: Profile, found: Admission, sizes: Mapping[Pool, int], standing: Standing) -> Fit:
     """The best of the ways in which a node would be taken: by its score, then from the largest pool."""
-    pools = [pool for pool in found.pools(profile) if sizes[pool] >= profile.nodes]
+    pools = [pool for pool in found.pools(profile) if pool in sizes]
     scores = {pool: score(node, pool, found, standing) for pool in pools}
     best = min(pools, key=lambda pool: (rank(scores[pool]), -sizes[pool], pool))
     build = best.build or found.builds[0]
     return Fit(node=node.name, profile=profile.name, build=build, score=scores[best], fabric=best.fabric)
-
-
-def survey(inventory: Inventory, profile: Profile) -> dict[str, Admission | Refusal]:
-    """Every node by name, judged for one shard of a profile; or, without a name, why no node at all can take it."""
-    whole = _whole(inventory, profile, nodes=len(inventory.names))
-    if whole is not None:
-        return {"": whole}
-    wish = inventory.wish(profile.engine)
-    found = {node.name: judge(node, profile, wish) for node in inventory.nodes()}
-    if profile.nodes > 1:
-        offers = {name: each.pools(profile) for name, each in found.items() if isinstance(each, Admission)}
-        sizes = Counter(pool for pools in offers.values() for pool in pools)
-        for name, pools in offers.items():
-            if all(sizes[pool] < profile.nodes for pool in pools):
-                found[name] = lonely(name, profile, pools, sizes)
-    return found

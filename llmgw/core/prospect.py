@@ -14,9 +14,10 @@ from itertools import groupby, islice
 from operator import itemgetter
 from typing import Final, NamedTuple
 
-from llmgw.core.candidates import Admission, Pool, judge, lonely, shortage
+from llmgw.core.candidates import Admission, Pool, judge, lonely
 from llmgw.core.catalog import Profile
 from llmgw.core.explain import DISTANCE, NEAREST_MAX, Constraint, Refusal
+from llmgw.core.gang_ports import common, meet
 from llmgw.core.inventory import NodeInventory
 from llmgw.core.sieve import Amount, Cell, Kind, Load, Sieve
 
@@ -29,6 +30,9 @@ ASKED_MAX: Final = 64
 Candidate = tuple[bool, int, float, str, str | None]
 """A node with room for a replica on one node: (empty, free GPUs, room, node, GPU class), in the order of `rank` as far
 as the model plays no part in it. Thousands are made for one decision, so it is no class."""
+
+_OF_MANY: Final = frozenset({Constraint.GANG, Constraint.GANG_PORTS})
+"""Constraints that are judged over all nodes, so that no node tells whether they still hold."""
 
 
 class Member(NamedTuple):
@@ -53,13 +57,12 @@ class Leaning(NamedTuple):
 class Prospect:
     """What one profile meets in the fleet.
 
-    `counts`: how many nodes each constraint turns down. `pools`: for a gang, how many nodes with room offer themselves
-    to each pool.
+    `counts`: how many nodes each constraint turns down. `pools`: those that a gang can be drawn from.
     """
 
     def __init__(self, sieve: Sieve, profile: Profile) -> None:
         self.counts: dict[Constraint, int] = {each: len(names) for each, names in sieve.refused.items() if names}
-        self.pools: dict[Pool, int] = {}
+        self.pools: list[Pool] = []
         self._sieve = sieve
         self._seats = sieve.seats
         self.profile = profile
@@ -67,6 +70,8 @@ class Prospect:
         self._open: dict[Cell, int] = {}
         """Cells of which some have room -> from where on in `rooms`."""
         self._offers: dict[Cell, list[Pool]] = {}
+        self._sizes: dict[Pool, int] = {}
+        """How many nodes with room offer themselves to each pool."""
         self._short: dict[Constraint, list[tuple[int, Cell]]] = {}
         """Cells with too few free GPUs, and how many too few."""
         self._tight: list[tuple[Cell, int, int]] = []
@@ -80,7 +85,7 @@ class Prospect:
 
     def _meet(self, cell: Cell) -> None:
         count, nodes, murky = self.profile.gpus_per_node, len(cell.names), cell.kind.murky
-        if count and (short := shortage(cell.kind.cards, count)) is not None:
+        if count and (short := cell.shortage(count)) is not None:
             missing = 0 if short.total is None else count - (short.total if short.free is None else short.free)
             self._short.setdefault(short.constraint, []).append((missing, cell))
             self._note(short.constraint, nodes)
@@ -101,20 +106,38 @@ class Prospect:
             self.counts[constraint] = self.counts.get(constraint, 0) + count
 
     def _gather(self) -> None:
-        """Who has room enough but too few companions is turned down as well."""
+        """Make pools of what has room. Who has room, but not enough companions in any pool, is turned down as well."""
         for cell, start in self._open.items():
             kind = cell.kind
             offers = Admission(kind.builds, kind.fabrics, kind.cards).pools(self.profile)
             self._offers[cell] = offers
             for pool in offers:
-                self.pools[pool] = self.pools.get(pool, 0) + len(cell.names) - start
-        for cell in self._lonely():
-            self._note(Constraint.GANG, len(cell.names) - self._open[cell])
+                self._sizes[pool] = self._sizes.get(pool, 0) + len(cell.names) - start
+        self.pools = [pool for pool, size in self._sizes.items() if size >= self.profile.nodes and self._meet_in(pool)]
+        for constraint, cells in self._lonely().items():
+            self._note(constraint, sum(len(cell.names) - self._open[cell] for cell in cells))
 
-    def _lonely(self) -> Iterator[Cell]:
+    def _meet_in(self, pool: Pool) -> bool:
+        """Whether some nodes of a pool have gang ports in common; as a rule any have."""
+        nodes = self.profile.nodes
+        names = (name for cell in self._cells(pool) for _, name in islice(cell.rooms, self._open[cell], None))
+        first = self._ports(islice(names, nodes))
+        return common(first) != 0 or meet([*first, *self._ports(names)], nodes) is not None
+
+    def _ports(self, names: Iterable[str]) -> list[int]:
+        return [self._seats[name][1].node.gang_starts for name in names]
+
+    def _cells(self, pool: Pool) -> list[Cell]:
+        return [cell for cell, pools in self._offers.items() if pool in pools]
+
+    def _lonely(self) -> dict[Constraint, list[Cell]]:
+        """Cells with room none of whose pools gives a gang, by what it lacks: nodes, or ports in common."""
+        found: dict[Constraint, list[Cell]] = {}
         for cell, pools in self._offers.items():
-            if all(self.pools[pool] < self.profile.nodes for pool in pools):
-                yield cell
+            if not any(pool in self.pools for pool in pools):
+                large = any(self._sizes[pool] >= self.profile.nodes for pool in pools)
+                found.setdefault(Constraint.GANG_PORTS if large else Constraint.GANG, []).append(cell)
+        return found
 
     def refusals(self, node_of: Callable[[str], NodeInventory]) -> list[Refusal]:
         """Why the nodes that miss by least do, the nearest first, as `llmgw.core.explain.nearest` orders them."""
@@ -125,7 +148,7 @@ class Prospect:
         for name in self._nearest():
             node = node_of(name)
             before = known.get(name)
-            if before is not None and before[0] is node and before[1].constraint is not Constraint.GANG:
+            if before is not None and before[0] is node and before[1].constraint not in _OF_MANY:
                 found[name] = before
             else:
                 found[name] = node, self._refusal(node)
@@ -138,7 +161,7 @@ class Prospect:
         found = judge(node, self.profile, self._sieve.wish)
         if isinstance(found, Refusal):
             return found
-        return lonely(node.name, self.profile, found.pools(self.profile), self.pools)
+        return lonely(node, self.profile, found.pools(self.profile), self._sizes)
 
     def _nearest(self) -> list[str]:
         found: list[str] = []
@@ -162,9 +185,10 @@ class Prospect:
                 yield from ((needed - room, name) for room, name in self._roomiest(cell, small, start))
             elif constraint is Constraint.UNACCOUNTED and murky:
                 yield from ((0, name) for _, name in islice(cell.totals, small, None))
-        for cell in self._lonely() if constraint is Constraint.GANG else ():
-            have = max(self.pools[pool] for pool in self._offers[cell])
-            yield from ((self.profile.nodes - have, name) for _, name in cell.rooms[self._open[cell] :])
+        for cell in self._lonely().get(constraint, ()) if constraint in _OF_MANY else ():
+            have = max(self._sizes[pool] for pool in self._offers[cell])
+            missing = self.profile.nodes - have if constraint is Constraint.GANG else 0
+            yield from ((missing, name) for _, name in islice(cell.rooms, self._open[cell], None))
 
     def _roomiest(self, cell: Cell, small: int, start: int) -> list[Amount]:
         """Of the nodes with memory enough in all but too little left, those with most left; by the shorter way."""
@@ -197,8 +221,10 @@ class Prospect:
             return self._among(holders - failed)
         return (each for each in self._in_order() if each[3] in holders and each[3] not in failed)
 
-    def _among(self, names: Iterable[str]) -> list[Candidate]:
+    def _among(self, names: AbstractSet[str]) -> list[Candidate]:
         """Of these nodes those with room, best first; one stands here for each class of its GPUs with enough free."""
+        if not names:
+            return []
         seats, needed = self._seats, self._needed or 0
         ways = {cell: [(cell.kind.empty, *each) for each in self._classes(cell.kind)] for cell in self._open}
         found: list[Candidate] = []
@@ -227,9 +253,19 @@ class Prospect:
 
     # --- a gang
 
-    def members(self, pool: Pool, leaning: Leaning, want: int) -> list[Member]:
+    def gang(self, pool: Pool, leaning: Leaning) -> tuple[list[Member], list[Member]]:
+        """(the best members that one of the `pools` gives, best first; of its others at least the best)."""
+        nodes = self.profile.nodes
+        members = self._members(pool, leaning, nodes + 1)
+        if common(self._ports(each.node for each in members[:nodes])):
+            return members[:nodes], members[nodes:]
+        members = self._members(pool, leaning, self._sizes[pool])
+        chosen = meet(self._ports(each.node for each in members), nodes) or ()
+        return [members[i] for i in chosen], [each for i, each in enumerate(members) if i not in chosen]
+
+    def _members(self, pool: Pool, leaning: Leaning, want: int) -> list[Member]:
         """The first `want` nodes with room in a pool, best first."""
-        loads = [self._loads(cell) for cell, pools in self._offers.items() if pool in pools]
+        loads = [self._loads(cell) for cell in self._cells(pool)]
         late: list[Member] = []
         found: list[Member] = []
         for load, same in groupby(loads[0] if len(loads) == 1 else heapq.merge(*loads), key=itemgetter(0, 1)):

@@ -16,7 +16,8 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable
 from typing import Final, NamedTuple, cast
 
-from llmgw.core.candidates import Cards, admit, alike_but_taken, cards_of, claimed_bytes, claimed_gpus, free_bytes
+from llmgw.core.candidates import admit, alike_but_taken, claimed_bytes, claimed_gpus, free_bytes
+from llmgw.core.cards import Cards, Shortage, cards_of, shortage
 from llmgw.core.catalog import EngineSpec, Profile
 from llmgw.core.explain import Constraint, Refusal
 from llmgw.core.inventory import NodeInventory, node_inventory
@@ -103,16 +104,23 @@ class Kind(NamedTuple):
 class Cell:
     """Nodes of one kind: their names, and what they have, each sorted. `loads` is kept for gangs only."""
 
-    __slots__ = ("gang", "kind", "loads", "names", "rooms", "totals")
+    __slots__ = ("_shortages", "gang", "kind", "loads", "names", "rooms", "totals")
 
     def __init__(self, kind: Kind, members: Iterable[Figures], *, gang: bool) -> None:
         found = list(members)
+        self._shortages: dict[int, Shortage | None] = {}
         self.kind = kind
         self.gang = gang
         self.names = sorted(each.node.name for each in found)
         self.rooms = sorted(each.room for each in found)
         self.totals = sorted(each.total for each in found)
         self.loads = sorted(each.load for each in found) if gang else []
+
+    def shortage(self, count: int) -> Shortage | None:
+        """Why its nodes have too few free GPUs, None when they have enough: one answer for all, found once."""
+        if count not in self._shortages:
+            self._shortages[count] = shortage(self.kind.cards, count)
+        return self._shortages[count]
 
     def add(self, new: Figures) -> None:
         """Take a node in."""

@@ -7,6 +7,9 @@ The reference below is the meaning of placement written down once more, without 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
+from itertools import combinations
+from operator import and_
 
 import pytest
 from hypothesis import HealthCheck, event, given, settings
@@ -14,7 +17,7 @@ from hypothesis import strategies as st
 
 from llmgw.core import prospect
 from llmgw.core.candidates import Admission, Pool, rate_gbps
-from llmgw.core.catalog import ModelSpec
+from llmgw.core.catalog import ModelSpec, Profile
 from llmgw.core.draft import Draft
 from llmgw.core.explain import Refusal, Score, counted, nearest
 from llmgw.core.inventory import Inventory
@@ -40,6 +43,7 @@ class Way:
     score: Score
     preference: int
     rate_gbps: float
+    ports: int
 
 
 def reference(index: Index, spec: ModelSpec, failed: frozenset[str]) -> dict[str, object]:
@@ -47,22 +51,20 @@ def reference(index: Index, spec: ModelSpec, failed: frozenset[str]) -> dict[str
     inventory, standing = Inventory(index), Standing(model=spec.name, source=spec.source, failed=failed)
     refusals: list[Refusal] = []
     for profile in by_priority(spec):
-        found = survey(inventory, profile)
-        refusals += [each for each in found.values() if isinstance(each, Refusal)]
+        judged = survey(inventory, profile).judged
+        refusals += [each for each in judged.values() if isinstance(each, Refusal)]
         pools: dict[Pool, list[Way]] = {}
-        fitting = {name: each for name, each in found.items() if isinstance(each, Admission)}
+        fitting = {name: each for name, each in judged.items() if isinstance(each, Admission)}
         for name, each in fitting.items():
             for pool in each.pools(profile):
                 node = inventory.node(name)
                 preference = each.builds.index(pool.build) if pool.build is not None else 0
-                way = Way(score(node, pool, each, standing), preference, rate_gbps(node, pool.fabric))
+                made = score(node, pool, each, standing)
+                way = Way(made, preference, rate_gbps(node, pool.fabric), node.gang_starts)
                 pools.setdefault(pool, []).append(way)
-        pools = {
-            pool: sorted(ways, key=lambda way: rank(way.score))
-            for pool, ways in pools.items()
-            if len(ways) >= profile.nodes
-        }
-        if not pools:
+        drawn = {pool: together(sorted(ways, key=lambda way: rank(way.score)), profile) for pool, ways in pools.items()}
+        drawn = {pool: members for pool, members in drawn.items() if members}
+        if not drawn:
             continue
 
         def goodness(pool: Pool, ways: list[Way]) -> tuple[object, ...]:
@@ -74,15 +76,15 @@ def reference(index: Index, spec: ModelSpec, failed: frozenset[str]) -> dict[str
             )
 
         if profile.nodes == 1:
-            best = min(pools, key=lambda pool: rank(pools[pool][0].score))
+            best = min(drawn, key=lambda pool: rank(drawn[pool][0].score))
         else:
-            best = min(pools, key=lambda pool: goodness(pool, pools[pool][: profile.nodes]))
-        winner = [way.score for way in pools[best][: profile.nodes]]
+            best = min(drawn, key=lambda pool: goodness(pool, drawn[pool]))
+        winner = [way.score for way in drawn[best]]
         taken = {each.node for each in winner}
         others = [
             (rank(way.score), pool, way.score)
-            for pool, ways in pools.items()
-            for way in ways
+            for pool in drawn
+            for way in pools[pool]
             if (way.score.node not in taken if profile.nodes > 1 else way.score != winner[0])
         ]
         return {
@@ -95,6 +97,18 @@ def reference(index: Index, spec: ModelSpec, failed: frozenset[str]) -> dict[str
             "nearest": nearest(refusals),
         }
     return {"refused": counted(refusals), "nearest": nearest(refusals), "nodes": len({r.node for r in refusals} - {""})}
+
+
+def together(ranked: list[Way], profile: Profile) -> list[Way]:
+    """The best that can be taken together: of those with ports in common the ones whose worst member is best."""
+    if profile.nodes == 1:
+        return ranked[:1]
+    able = [
+        places
+        for places in combinations(range(len(ranked)), profile.nodes)
+        if reduce(and_, (ranked[i].ports for i in places))
+    ]
+    return [ranked[i] for i in min(able, key=lambda places: places[::-1], default=())]
 
 
 def told(outcome: Placement | Rejection) -> dict[str, object]:

@@ -6,12 +6,13 @@ import msgspec
 import pytest
 
 from llmgw.core.catalog import ENGINES, NodeSpec, Profile
+from llmgw.core.explain import Refusal, render
 from llmgw.core.gang import HEAD_WAITS, WORD_S, arrange
 from llmgw.core.gang_ports import GANG_PORTS, PORTS
 from llmgw.core.ids import shard_name
 from llmgw.core.inventory import Inventory, node_inventory
-from llmgw.core.node import Build, EngineFacts, Fabric, Liveness
-from llmgw.core.placement import Placement, Rejection, place
+from llmgw.core.node import Build, EngineFacts, Fabric, GpuHealth, Liveness
+from llmgw.core.placement import Placement, Rejection, explain, place
 from llmgw.core.plan import Put
 from llmgw.core.replica import (
     Assignment,
@@ -199,9 +200,10 @@ def test_a_block_lies_in_what_all_its_nodes_have() -> None:
     c.model("m", over())
     c.settle()
     assert not c.replicas("m")
-    assert "needs 16 gang_ports in a row that are free on all its nodes" in state(c).reason
-    assert "n1 30000-30999" in state(c).reason
-    assert "n2 30990-31100" in state(c).reason
+    assert "n1 (gang): its gang_ports 30000-30999 have no 16 in a row that are free on another" in state(c).reason
+    found = explain(Inventory(c.index), model_spec("m", over()))
+    said = [render(each) for each in found if isinstance(each, Refusal)]
+    assert said[1] == "its gang_ports 30990-31100 have no 16 in a row that are free on another node of ib0 too"
     node(c, "n2", gang_ports=(30984, 31100))
     c.settle()
     assert ports(c, "m") == tuple(range(30984, 31000))
@@ -218,8 +220,8 @@ def test_without_a_free_block_a_gang_is_not_placed_and_says_so_until_there_is_on
     c.settle()
     assert not c.replicas("m")
     assert state(c).unplaced is not None
-    assert state(c).unplaced.refused == {"gang_ports": 1}  # type: ignore[union-attr]  # seen above
-    assert "needs 16 gang_ports in a row that are free on all its nodes: n1 30000-30020, n2 30000-" in state(c).reason
+    assert state(c).unplaced.refused == {"gang_ports": 2}  # type: ignore[union-attr]  # seen above
+    assert "n1 (gang): its gang_ports 30000-30020 have no 16 in a row that are free" in state(c).reason
     assert not c.step().groups, "and it stays at that"
     c.remove_model("first")
     c.settle()
@@ -572,6 +574,18 @@ def test_one_failed_shard_fails_the_gang_and_its_node_is_remembered(rank: int) -
     c.settle()
     assert c.one("m").phase is P.READY
     assert where(replica, rank) not in {shard.node for shard in c.one("m").shards}
+
+
+def test_a_gang_with_a_lost_gpu_is_stopped_whole_at_once_although_its_engines_run() -> None:
+    c = fleet(4)
+    replica = ready_gang(c)
+    bad = where(replica, 1)
+    c.node(bad, 64, engines=ALL, gpus=(gpu(0), gpu(1, health=GpuHealth.LOST)), fabrics=IB)
+    assert c.step().counts()["fail"] == 1
+    assert {each.desired for each in orders(c, replica)} == {Desired.STOPPED}
+    assert set(state(c).failed_nodes) == {bad}
+    c.settle()
+    assert not c.replicas("m")
 
 
 def test_of_several_failed_shards_the_first_is_to_blame_and_of_equals_the_worker() -> None:
