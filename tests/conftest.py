@@ -18,6 +18,9 @@ ROOT = Path(__file__).resolve().parents[1]
 # A run in CI draws the same examples every time; `HYPOTHESIS_PROFILE=explore` draws new ones, and more.
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, max_examples=100, print_blob=True)
 hypothesis.settings.register_profile("explore", deadline=None, max_examples=2000, print_blob=True)
+# `make soak-property`: as many as it is told, drawn from the seed it prints (scripts/soak_property.py).
+EXAMPLES = int(os.environ.get("HYPOTHESIS_EXAMPLES", "2000"))
+hypothesis.settings.register_profile("soak", deadline=None, max_examples=EXAMPLES, print_blob=True, database=None)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 # What a shell starts in the background ignores Ctrl-C, and so would every process that tests start and interrupt.

@@ -210,12 +210,12 @@ def _surplus(census: Census, among: tuple[Replica, ...]) -> Iterator[Retirement]
     """Replicas beyond what is wanted: those that do not serve before those that do, and of these the newest first.
 
     So a stand-in goes before what it stood in for, when that came back first. One that may still serve, on a node that
-    does not answer, waits until another does.
+    does not answer, waits until another does; whether one that can't be read serves is not known.
     """
     here = {replica.id for replica in census.steady}
     ranked = sorted(among, key=lambda each: (each.id in census.ready, -each.created_at, each.id))
     surplus = max(0, len(among) - census.target)
-    covered = census.target == 0 or any(replica.id in census.ready for replica in ranked[surplus:])
+    covered = census.wanted == 0 or any(replica.id in census.ready for replica in ranked[surplus:])
     for replica in ranked[:surplus]:
         if replica.phase is ReplicaPhase.READY and not covered:
             continue

@@ -63,14 +63,17 @@ class Scene(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def scenes(names: Sequence[str], *, events_min: int = 0, events_max: int = 30) -> st.SearchStrategy[Scene]:
-    """Scenes whose events have these names; a name given twice happens twice as often."""
+    """Scenes whose events have these names; a name given twice happens twice as often.
+
+    Hypothesis draws lists barely longer than their least length, so that is what makes clusters worth a look.
+    """
     tape = st.binary(max_size=TAPE_LEN)
     events = st.lists(st.tuples(st.sampled_from(names), st.binary(max_size=10)), min_size=events_min,
                       max_size=events_max)  # fmt: skip
     return st.builds(
         Scene,
-        machines=st.lists(tape, min_size=1, max_size=len(NODES) - 1).map(tuple),
-        models=st.lists(tape, min_size=1, max_size=len(MODELS)).map(tuple),
+        machines=st.lists(tape, min_size=3, max_size=len(NODES) - 1).map(tuple),
+        models=st.lists(tape, min_size=2, max_size=len(MODELS)).map(tuple),
         residents=st.lists(tape, max_size=6).map(tuple),
         events=events.map(tuple),
     )

@@ -14,7 +14,9 @@ from typing import Final
 
 import msgspec
 
+from llmgw.core import autoscale
 from llmgw.core.catalog import ModelSpec
+from llmgw.core.live import Sample, Total
 from llmgw.core.node import Facts, GpuHealth
 from llmgw.core.record import Recover, StoreMeta
 from llmgw.core.replica import GONE, ShardPhase
@@ -220,6 +222,18 @@ def wish(c: Cluster, dice: Dice, turn: Turn) -> None:
     c.write(Kind.ENGINE, wanted.name, None if dice.one_in(3) else wanted)
 
 
+def load(c: Cluster, dice: Dice, turn: Turn) -> None:
+    """Load is sampled a few times; now and then a gateway says nothing."""
+    missing = "" if not dice.one_in(4) else "gateway g1 has not told its load lately"
+    for _ in range(dice.pick((1, 3))):
+        requests = {name: dice.pick((0, 1, 9, 40)) for name in c.index.models.names()}
+        totals = {name: Total(queued=count, ended_mono_s=c.now.mono_s - 5.0) for name, count in requests.items()}
+        seen = autoscale.observe(c.view.load, Sample(totals=totals, missing=missing), c.index, now=c.now)
+        c.view = msgspec.structs.replace(c.view, load=seen)
+        c.index.dirty.models |= autoscale.moved(c.index, seen, now=c.now)  # as the loop does
+        c.advance(10.0)
+
+
 # --- leaders and time -----------------------------------------------------------------------------------------------
 
 
@@ -306,7 +320,7 @@ USUAL: Final[dict[str, Happening]] = {
     each.__name__: each
     for each in (
         run, answer, node, model, away, back, reboot, vanish, memory, engines, fabrics, gpu_trouble, gpus_mended, fail,
-        scale, relaunch, remove, say, wish, wait, leader,
+        scale, relaunch, remove, say, wish, load, wait, leader,
     )
 }  # fmt: skip
 """What a healthy store and honest people bring about."""

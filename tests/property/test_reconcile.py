@@ -8,8 +8,11 @@ from __future__ import annotations
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from llmgw.core.catalog import NodeSpec
 from llmgw.core.invariants import check_explained, require, unconverged
-from llmgw.core.plan import Plan
+from llmgw.core.node import Liveness
+from llmgw.core.plan import Plan, Put
+from llmgw.core.replica import Replica
 from llmgw.core.snapshot import Dirty, Index
 from llmgw.testing.apply import copy_of
 from llmgw.testing.cluster import Cluster
@@ -45,11 +48,46 @@ def turn(c: Cluster) -> None:
     assert plan.more or whole.more or plan.groups == whole.groups, (plan.groups, whole.groups)
     assert shuffled(c).plan().groups == whole.groups, "the order of the input matters"
     bounded(plan)
+    placed = fresh(c, plan)
     c.apply(plan)  # checks the invariants after every group
+    for replica in placed:
+        well_placed(c, replica)
     if not plan.more:
         again = c.plan()
         assert not again.groups, again.groups
         require(check_explained(c.index))
+
+
+def fresh(c: Cluster, plan: Plan) -> list[Replica]:
+    """The replicas that a plan places, rather than adopts."""
+    records = [write.record for group in plan.groups for write in group.writes if isinstance(write, Put)]
+    spoken = (c.index.replicas, c.index.assignments_of, c.index.reports_of)
+    return [each for each in records if isinstance(each, Replica) and not any(each.id in names for names in spoken)]
+
+
+def well_placed(c: Cluster, replica: Replica) -> None:
+    """It is where it may be: the parts of that which are no invariants, since they may change later."""
+    spec = c.index.models.record(replica.model)
+    assert spec is not None
+    profile = next(each for each in spec.profiles if each.name == replica.profile)
+    wished = c.index.engines.record(profile.engine)
+    for shard in replica.shards:
+        state, facts = c.index.node_states.record(shard.node), c.index.facts.record(shard.node)
+        said = c.index.node_specs.record(shard.node) or NodeSpec(name=shard.node)
+        assert state is not None, shard
+        assert state.liveness is Liveness.READY, shard
+        assert shard.node in c.index.sessions, shard
+        assert not said.cordon, shard
+        assert not said.drain, shard
+        assert facts is not None, shard
+        labels = facts.labels | said.labels
+        assert all(labels.get(key) == value for key, value in profile.node_selector.items()), shard
+        if facts.engines is not None:
+            has = {each.id: each for each in facts.engines.builds if each.engine == profile.engine}
+            assert facts.engines.probed, shard
+            assert replica.build is not None, shard
+            build = has[replica.build]
+            assert wished is None or build.named or build.version == wished.version, shard
 
 
 def bounded(plan: Plan) -> None:
@@ -65,7 +103,7 @@ def times(factor: float) -> settings:
     return settings(max_examples=int(factor * settings.default.max_examples), suppress_health_check=calm)
 
 
-@given(scenes(often(USUAL), events_min=5))
+@given(scenes(often(USUAL), events_min=20, events_max=60))
 @times(2)
 def test_every_plan_keeps_the_invariants_and_incremental_is_full(scene: Scene) -> None:
     c = build(scene)
@@ -73,7 +111,7 @@ def test_every_plan_keeps_the_invariants_and_incremental_is_full(scene: Scene) -
     turn(c)
 
 
-@given(scenes(often(EVERYTHING), events_min=5))
+@given(scenes(often(EVERYTHING), events_min=20, events_max=60))
 @times(1.5)
 def test_the_same_with_lost_and_unreadable_records_and_restores(scene: Scene) -> None:
     c = build(scene)

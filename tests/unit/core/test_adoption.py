@@ -494,6 +494,26 @@ def test_a_live_gang_loses_the_shard_of_a_forgotten_machine_and_stops_the_others
     assert "m-ggggg" not in c.index.replicas
 
 
+def test_inv7_a_forgotten_machine_that_is_back_with_its_shard_is_told_to_stop_in_one_pass() -> None:
+    c = serving(nodes=4)
+    adopted_gang(c)
+    c.away("n2")
+    c.step()
+    c.spec("n2", forget="boot-n2")
+    c.step()
+    c.answer("n1")
+    report = c.index.reports.record("n2/m-ggggg.1")
+    assert report is not None
+    unassigned = msgspec.structs.replace(report, assigned=False, assignment_rev=0, order=None)
+    c.write_all((Kind.SESSION, "n2", c.session("n2")), (Kind.SHARD, "n2/m-ggggg.1", unassigned))
+    c.step()
+    assert "m-ggggg" not in c.index.replicas
+    order = c.index.assignments.record("n2/m-ggggg.1")
+    assert order is not None
+    assert order.desired is Desired.STOPPED
+    assert c.plan().empty
+
+
 def test_what_neither_store_nor_node_remembers_is_stopped_and_built_anew() -> None:
     c = serving()
     old = c.one("m")

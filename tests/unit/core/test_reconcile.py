@@ -773,6 +773,23 @@ def test_a_replica_that_was_never_readable_here_still_counts_for_its_model() -> 
     assert state(c, "m").placed == 1
 
 
+def test_inv6_one_that_cannot_be_read_is_not_known_to_serve_so_the_one_that_does_stays() -> None:
+    c = cluster("n1", "n2")
+    c.model("m", replicas=2)
+    c.step()
+    one, two = c.replicas("m")
+    c.report(c.shard(one), ShardPhase.READY)
+    c.report(c.shard(two), ShardPhase.STARTING)
+    c.step()
+    c.spoil(Kind.REPLICA, two.id)
+    c.model("m", replicas=1)
+    c.step()
+    assert {each.phase for each in c.replicas("m")} == {P.READY, P.STARTING}
+    c.meddle((Kind.REPLICA, two.id, two))
+    c.settle()
+    assert c.one("m").id == one.id
+
+
 def test_a_wish_that_cannot_be_read_rolls_nothing() -> None:
     c = cluster("n1")
     c.model("m")
