@@ -28,6 +28,10 @@ test: setup ## every test; T='tests/unit -k word' for some
 mutants: setup ## one small bug at a time, each must be noticed; M='--only A-01' for some
 	$(PYTHON) scripts/mutants.py $(M)
 
+.PHONY: soak-property
+soak-property: setup ## the properties of the core on 20,000 random clusters, seeds printed; S='--clusters 1000 --seed 1'
+	$(PYTHON) scripts/soak_property.py $(S)
+
 .PHONY: bench-store
 bench-store: setup ## calls a second and the cost of a long listing, on an etcd of its own; B='--members 1'
 	$(PYTHON) bench/store.py $(B)

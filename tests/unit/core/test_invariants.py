@@ -114,6 +114,14 @@ def test_inv3_the_shards_of_a_replica_are_numbered_and_apart(bad: tuple[ReplicaS
     assert f"m-aaaaa {words}" in said(found)
 
 
+def test_inv2_several_nodes_without_a_fabric() -> None:
+    c = serving()
+    loose = {"shards": shards(("n1", Claim()), ("n2", Claim()))}
+    assert "invariant 2: m-aaaaa spans nodes without a fabric" in said(
+        broken(c, *copy_of(c, c.one("m"), "m-aaaaa", **loose))
+    )
+
+
 def test_inv11_what_is_stored_is_bounded() -> None:
     c = serving()
     long = Refusal(constraint=Constraint.MEMORY, profile="cpu", detail="x" * 20_000)
