@@ -13,7 +13,7 @@ from llmgw.controller.loop import Decide, control
 from llmgw.core.catalog import ModelSpec, Profile
 from llmgw.core.explain import Constraint
 from llmgw.core.ids import Ids, Secret
-from llmgw.core.node import Build, EngineFacts, Facts, Session
+from llmgw.core.node import Build, EngineFacts, Facts, Gpu, GpuHealth, Session
 from llmgw.core.plan import Group, Plan, Put, Settings, View
 from llmgw.core.reconcile import reconcile
 from llmgw.core.record import Head, Leader, Record, StoreMeta
@@ -115,12 +115,12 @@ class World:
         ops = [PutOp(key=keys.key(ref), value=codec.encode_stored(record)) for ref, record in records]
         return (await self.store.txn([], ops)).revision
 
-    async def model(self, name: str, *, memory_gb: float = 1) -> int:
-        profile = Profile(name="cpu", engine="llama.cpp", min_memory_gb=memory_gb)
+    async def model(self, name: str, *, memory_gb: float = 1, gpus: int = 0) -> int:
+        profile = Profile(name="p", engine="llama.cpp", min_memory_gb=memory_gb, gpus_per_node=gpus)
         return await self.put((Ref(Kind.MODEL, name), ModelSpec(name=name, source="s", profiles=(profile,))))
 
     async def node(self, name: str, *, memory_gb: float) -> None:
-        """An agent registers: session and facts in one transaction."""
+        """An agent of a machine with one GPU registers: session and facts in one transaction."""
         lease = await self.store.grant(10_000)
         meta = self.records(Kind.META)[""]
         assert isinstance(meta, StoreMeta)
@@ -130,6 +130,7 @@ class World:
             boot_id="b",
             cpus=4,
             memory_bytes=round(memory_gb * GB),
+            gpus=(Gpu(uuid="GPU-0", index=0, gpu_class="h100", health=GpuHealth.OK, foreign=0),),
             engines=EngineFacts(probed=True, builds=(build,)),
         )
         session = Session(
@@ -575,19 +576,33 @@ async def settle(world: World) -> None:
     await world.until(lambda: world.records(Kind.MODEL).keys() == world.records(Kind.MODEL_STATE).keys())
 
 
-def assert_one_claim(world: World, models: Sequence[str]) -> None:
+class Sought(msgspec.Struct, frozen=True, kw_only=True):
+    """What two models want of one node that has it once: how much of it, and the rule that refuses the second."""
+
+    memory_gb: float
+    gpus: int
+    constraint: Constraint
+    amount: int
+
+
+MEMORY = Sought(memory_gb=14, gpus=0, constraint=Constraint.MEMORY, amount=14 * GB)
+GPU = Sought(memory_gb=1, gpus=1, constraint=Constraint.GPU_CLAIMED, amount=1)
+
+
+def assert_one_claim(world: World, models: Sequence[str], sought: Sought = MEMORY) -> None:
     """One of the two is placed, the other says why not, with both numbers."""
     replicas = world.replicas()
     assert len(replicas) == 1
-    claims = [shard.claim.memory_bytes for one in replicas for shard in one.shards]
-    assert claims == [14 * GB]
+    (claim,) = [shard.claim for one in replicas for shard in one.shards]
+    assert claim.memory_bytes == round(sought.memory_gb * GB)
+    assert [gpu.uuid for gpu in claim.gpus] == ["GPU-0"] * sought.gpus
     (other,) = set(models) - {replicas[0].model}
     state = world.records(Kind.MODEL_STATE)[other]
     assert isinstance(state, ModelState)
     assert state.unplaced is not None
     (refusal,) = state.unplaced.nearest
-    assert (refusal.constraint, refusal.needed) == (Constraint.MEMORY, 14 * GB)
-    assert refusal.holders == ((replicas[0].id, 14 * GB),)
+    assert (refusal.constraint, refusal.needed) == (sought.constraint, sought.amount)
+    assert refusal.holders == ((replicas[0].id, sought.amount),)
 
 
 def places(ops: Sequence[Operation]) -> bool:
@@ -619,9 +634,12 @@ FAULTS: dict[str, Callable[[Controller], None]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("sought", [MEMORY, GPU], ids=["memory", "gpu"])
 @pytest.mark.parametrize("lag_s", [0.0, 12.0])
-def test_c03_two_controllers_during_a_change_of_leader_commit_one_claim(fault: str, lag_s: float) -> None:
-    """Two models of 14 GB for a node of 24, applied in one second while the lead changes hands."""
+def test_c03_two_controllers_during_a_change_of_leader_commit_one_claim(
+    fault: str, lag_s: float, sought: Sought
+) -> None:
+    """Two models of 14 GB for a node of 24, or for its one GPU, applied in one second while the lead changes hands."""
 
     async def scene(world: World) -> None:
         a = world.start("a", reconcile)
@@ -631,21 +649,22 @@ def test_c03_two_controllers_during_a_change_of_leader_commit_one_claim(fault: s
         await anyio.sleep(20)
         b.store.watch_lag_s = lag_s
         FAULTS[fault](a)
-        await world.model("m1", memory_gb=14)
+        await world.model("m1", memory_gb=sought.memory_gb, gpus=sought.gpus)
         await anyio.sleep(0.05)
         a.scope.cancel()
-        await world.model("m2", memory_gb=14)
+        await world.model("m2", memory_gb=sought.memory_gb, gpus=sought.gpus)
         await world.until(lambda: world.leader == "b")
         await settle(world)
         await anyio.sleep(60)
-        assert_one_claim(world, ["m1", "m2"])
+        assert_one_claim(world, ["m1", "m2"], sought)
         assert ELECTION in {item.key for item in world.cluster.find(keys.ROOT, prefix=True)}
 
     in_world(scene)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_c03_one_controller_commits_one_claim_through_every_fault(fault: str) -> None:
+@pytest.mark.parametrize("sought", [MEMORY, GPU], ids=["memory", "gpu"])
+def test_c03_one_controller_commits_one_claim_through_every_fault(fault: str, sought: Sought) -> None:
     async def scene(world: World) -> None:
         a = world.start("a", reconcile)
         await world.until(lambda: world.leader == "a")
@@ -653,11 +672,11 @@ def test_c03_one_controller_commits_one_claim_through_every_fault(fault: str) ->
         await world.node("n1", memory_gb=24)
         await anyio.sleep(20)
         FAULTS[fault](a)
-        await world.model("m1", memory_gb=14)
-        await world.model("m2", memory_gb=14)
+        await world.model("m1", memory_gb=sought.memory_gb, gpus=sought.gpus)
+        await world.model("m2", memory_gb=sought.memory_gb, gpus=sought.gpus)
         await settle(world)
         await anyio.sleep(60)
-        assert_one_claim(world, ["m1", "m2"])
+        assert_one_claim(world, ["m1", "m2"], sought)
 
     in_world(scene)
 

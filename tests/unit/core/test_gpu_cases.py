@@ -56,6 +56,27 @@ def test_c01_a_replica_goes_to_the_gpu_that_nobody_uses_and_waits_where_there_is
     assert held(c, "other") == ["GPU-0"]
 
 
+def test_c03_two_models_for_one_nodes_gpu_give_one_claim_and_both_are_told() -> None:
+    c = Cluster()
+    node(c, "n1", gpu(0))
+    c.model("a", gpu_profile())
+    c.model("b", gpu_profile())
+    assert c.step().counts()["place"] == 1
+    holder = c.one("a")
+    assert held(c, "a") == ["GPU-0"]
+    state = c.index.model_states.record("b")
+    assert state is not None
+    assert state.reason == (
+        f"does not fit on the only node: n1 (gpu): needs 1 H100; 0 of 1 free: GPU 0 is claimed by {holder.id}"
+    )
+    c.new_leader()
+    c.settle()
+    assert held(c, "b") == []
+    c.remove_model("a")
+    c.settle()
+    assert held(c, "b") == ["GPU-0"]
+
+
 @pytest.mark.parametrize(
     "half",
     [
