@@ -10,7 +10,6 @@ from collections.abc import Iterator
 
 import msgspec
 
-from llmgw.core import gang
 from llmgw.core.catalog import ModelSpec
 from llmgw.core.explain import Refusal
 from llmgw.core.fleet import is_restoring, unreported
@@ -19,7 +18,7 @@ from llmgw.core.launch_diff import why_rolled
 from llmgw.core.lifecycle import is_frozen, is_live, order_ref, replicas_of, report_of
 from llmgw.core.model_text import why_now
 from llmgw.core.node import Guard, Liveness
-from llmgw.core.placement import Fit, Placement, Rejection, by_priority, place, rank
+from llmgw.core.placement import Fit, Placement, by_priority, place, rank
 from llmgw.core.placement import explain as weigh
 from llmgw.core.replica import (
     Assignment,
@@ -136,21 +135,16 @@ def _with_verdicts(
         )
         for profile in by_priority(spec)
     ]
-    placement = place(inventory, spec, failed=lately)
-    together = gang.arrange(index, placement) if isinstance(placement, Placement) else None
-    refused, following = tuple(_refused(verdicts, "")), None
+    placement, following = place(inventory, spec, failed=lately), None
     if isinstance(placement, Placement):
-        together = gang.arrange(index, placement)
-        if isinstance(together, Rejection):
-            refused += together.nearest
-        else:
-            following = Next(
-                profile=placement.profile.name,
-                nodes=tuple(shard.node for shard in placement.shards),
-                claims=tuple(shard.claim for shard in placement.shards),
-                build=placement.build,
-                fabric=placement.fabric,
-            )
+        following = Next(
+            profile=placement.profile.name,
+            nodes=tuple(shard.node for shard in placement.shards),
+            claims=tuple(shard.claim for shard in placement.shards),
+            build=placement.build,
+            fabric=placement.fabric,
+        )
+    refused = tuple(_refused(verdicts, ""))
     return msgspec.structs.replace(said, profiles=tuple(profiles), next=following, refused=refused)
 
 

@@ -17,11 +17,10 @@ from typing import Final
 import msgspec
 
 from llmgw.core.catalog import START_S
-from llmgw.core.explain import Constraint, Refusal, clip
-from llmgw.core.gang_ports import PORTS, common, lowest, range_of
+from llmgw.core.gang_ports import PORTS, common, lowest
 from llmgw.core.ids import shard_name
 from llmgw.core.inventory import node_inventory
-from llmgw.core.placement import Placement, Rejection, rejected
+from llmgw.core.placement import Placement
 from llmgw.core.plan import Forming, View
 from llmgw.core.replica import (
     GONE,
@@ -37,6 +36,7 @@ from llmgw.core.replica import (
 )
 from llmgw.core.snapshot import Index
 from llmgw.core.units import Now
+from llmgw.errors import InvariantError
 
 HEAD_WAITS: Final[Mapping[str, bool]] = {"llama.cpp": True, "sglang": False, "vllm": False}
 """Whether an engine's head must be held until its workers listen. Source: a llama.cpp head that finds no rpc-server
@@ -51,28 +51,25 @@ itself, with the engine's last words, once it has ended it."""
 # --- how it is made -------------------------------------------------------------------------------------------------
 
 
-def arrange(index: Index, placement: Placement) -> Gang | Rejection | None:
-    """How the shards of `placement` find each other; a rejection when they can't. None: there is just one."""
+def arrange(index: Index, placement: Placement) -> Gang | None:
+    """How the shards of `placement` find each other; None where there is one.
+
+    Raises:
+        InvariantError: a node has no address, or they have no block of ports in common: it was no place for a gang.
+    """
     if len(placement.shards) == 1:
         return None
     names = [shard.node for shard in placement.shards]
-    peers: list[Peer] = []
-    for shard in placement.shards:
-        session = index.sessions.record(shard.node)
-        if session is None:
-            return rejected((_refusal(placement, Constraint.NOT_READY, "without a session", node=shard.node),))
-        peers.append(Peer(rank=shard.rank, node=shard.node, address=session.address))
-    start = lowest(common(node_inventory(index, name).gang_starts for name in names))
+    nodes = [node_inventory(index, name) for name in names]
+    start = lowest(common(node.gang_starts for node in nodes))
     if start is None:
-        ranges = ", ".join(f"{name} {'-'.join(map(str, range_of(index.facts.record(name))))}" for name in names)
-        what = f"needs {PORTS} gang_ports in a row that are free on all its nodes: {ranges}"
-        return rejected((_refusal(placement, Constraint.GANG_PORTS, what),))
-    ports = tuple(range(start, start + PORTS))
-    return Gang(fabric=placement.fabric or "", peers=tuple(peers), ports=ports)
-
-
-def _refusal(placement: Placement, constraint: Constraint, detail: str, *, node: str = "") -> Refusal:
-    return Refusal(constraint=constraint, profile=placement.profile.name, node=node, detail=clip(detail))
+        raise InvariantError(3, f"{', '.join(names)} have no ports for a gang in common")
+    peers: list[Peer] = []
+    for shard, node in zip(placement.shards, nodes, strict=True):
+        if node.address is None:
+            raise InvariantError(3, f"{node.name} was to take part in a gang, and has no address")
+        peers.append(Peer(rank=shard.rank, node=shard.node, address=node.address))
+    return Gang(fabric=placement.fabric or "", peers=tuple(peers), ports=tuple(range(start, start + PORTS)))
 
 
 # --- how it starts --------------------------------------------------------------------------------------------------

@@ -41,7 +41,6 @@ from llmgw.core.replica import (
     GONE,
     Desired,
     EngineSecret,
-    Gang,
     ModelState,
     Replica,
     ReplicaPhase,
@@ -267,35 +266,23 @@ def _place(p: Pass, model: Tended, spec: ModelSpec, inventory: Inventory) -> Non
             return
         p.tries -= 1
         failed = frozenset(node for node, until in model.state.failed_nodes.items() if until > p.now.wall_s)
-        outcome = _found(p, spec, inventory, failed=failed)
+        outcome = place(inventory, spec, failed=failed)
         if isinstance(outcome, Rejection):
             model.rejected, model.rejected_after = outcome, len(p.draft.groups)
             if census.need == 0:
                 _make_room(p, model, spec, census, inventory)
             return
         stands_for = next(iter(census.replaceable), None)
-        placement, together = outcome
         writes = new_replica(
             spec,
-            placement,
+            outcome,
             replica=fresh_id(p.index, spec.name, p.ids),
             key=p.ids.key(),
             replaces=None if stands_for is None else stands_for.id,
             now=p.now,
-            gang=together,
+            gang=gang.arrange(p.index, outcome),
         )
         p.draft.emit("place", *writes)
-
-
-def _found(
-    p: Pass, spec: ModelSpec, inventory: Inventory, *, failed: frozenset[str]
-) -> tuple[Placement, Gang | None] | Rejection:
-    """Where one more replica goes, and how its shards find each other."""
-    placement = place(inventory, spec, failed=failed)
-    if isinstance(placement, Rejection):
-        return placement
-    together = gang.arrange(p.index, placement)
-    return together if isinstance(together, Rejection) else (placement, together)
 
 
 def _make_room(p: Pass, model: Tended, spec: ModelSpec, census: Census, inventory: Inventory) -> None:

@@ -326,8 +326,9 @@ def test_a_gang_whose_members_fit_but_can_not_meet() -> None:
     c.model("a", cpu_profile(9.0, **shape))
     c.settle()
     out = text(c)
-    assert "2 nodes fit, 0 do not" in out
-    assert "\none more replica fits nowhere\n    - needs 16 gang_ports" in out
+    assert "\none more replica fits nowhere\n" in out
+    assert "its gang_ports 21000-21099 have no 16 in a row that are free on another node of ib0 too" in out
+    assert "give its nodes more gang_ports" in out
 
 
 def test_a_score_of_a_gang_says_what_is_taken() -> None:

@@ -12,7 +12,7 @@ from llmgw.core.gang_ports import GANG_PORTS, PORTS
 from llmgw.core.ids import shard_name
 from llmgw.core.inventory import Inventory, node_inventory
 from llmgw.core.node import Build, EngineFacts, Fabric, GpuHealth, Liveness
-from llmgw.core.placement import Placement, Rejection, explain, place
+from llmgw.core.placement import Placement, explain, place
 from llmgw.core.plan import Put
 from llmgw.core.replica import (
     Assignment,
@@ -28,6 +28,7 @@ from llmgw.core.replica import (
 from llmgw.core.routing import route_table
 from llmgw.core.snapshot import Kind
 from llmgw.core.units import format_bytes
+from llmgw.errors import InvariantError
 from llmgw.testing.cluster import Cluster, cpu_profile, gpu, model_spec
 
 P, S = ReplicaPhase, ShardPhase
@@ -262,18 +263,19 @@ def test_a_gang_that_runs_unassigned_keeps_its_ports() -> None:
     assert isinstance(placement, Placement)
     gang = arrange(c.index, placement)
     assert gang is not None
-    assert not isinstance(gang, Rejection)
     assert gang.ports[0] == GANG_PORTS[0] + PORTS
 
 
-def test_a_node_without_an_address_takes_no_part() -> None:
+def test_nodes_that_cannot_meet_are_no_place_for_a_gang() -> None:
     c = fleet(2)
     placement = place(Inventory(c.index), model_spec("m", over()))
     assert isinstance(placement, Placement)
     c.away("n2")
-    outcome = arrange(c.index, placement)
-    assert isinstance(outcome, Rejection)
-    assert outcome.refused == {"not_ready": 1}
+    with pytest.raises(InvariantError, match="n2 was to take part in a gang, and has no address"):
+        arrange(c.index, placement)
+    node(c, "n2", gang_ports=(30000, 30999))
+    with pytest.raises(InvariantError, match="n1, n2 have no ports for a gang in common"):
+        arrange(c.index, placement)
 
 
 # --- started in order -----------------------------------------------------------------------------------------------
