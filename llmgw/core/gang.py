@@ -128,8 +128,10 @@ def _step(index: Index, replica: Replica) -> tuple[object, ...]:
     """How far a gang has visibly come. An agent bounds what a rank may take, so this changes a bounded number of times.
 
     Its parts: for each rank the wish, the phase, whether there is a process, and the budgets added for its progress.
+    Before them the store that counts as adopted: no hold ends until a restored one does.
     """
-    found: list[object] = []
+    fleet = None if index.fleet is None else index.fleet.record
+    found: list[object] = [None if fleet is None else fleet.incarnation]
     for shard in replica.shards:
         order, report = index.assignments.record(_name(replica, shard)), _report(index, replica, shard)
         found.append(None if order is None else order.desired)
@@ -148,7 +150,8 @@ def late_in_s(index: Index, replica: Replica, *, now: Now, view: View) -> float 
     if any(report is not None and report.extended for report in reports):
         # Its node says so when a budget begins, and grants it from the progress seen last: at most two from now.
         budget_s *= 2
-    return seen.mono_s + budget_s + WORD_S - now.mono_s
+    since_s = now.mono_s - seen.mono_s if seen.step == _step(index, replica) else 0.0  # this very pass may be a step
+    return budget_s + WORD_S - since_s
 
 
 def late_ranks(index: Index, replica: Replica) -> tuple[tuple[str, ...], str]:

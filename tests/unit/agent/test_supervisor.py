@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from llmgw.core.replica import Desired, Gang, ShardPhase, confirms_stop
+from llmgw.core.replica import Claim, Desired, Gang, GpuClaim, ShardPhase, confirms_stop
 from llmgw.testing.node import Bench, agent_config, assignment, orders, stopped
 from llmgw_agent import event as ev
 from llmgw_agent.host import Purpose, Wrong
@@ -347,6 +347,26 @@ def test_b01_the_next_holder_waits_until_the_last_one_is_gone() -> None:
     assert bench.report().phase is ShardPhase.STOPPED
     assert bench.report("m-bbbbb.0").phase is ShardPhase.READY
     assert bench.engines[SHARD].left == 0
+
+
+def test_b01_the_next_holder_of_a_gpu_waits_until_the_last_one_is_gone() -> None:
+    bench = Bench()
+    bench.tell(ev.Restored(saved=None, found=()))
+    both = Claim(gpus=(GpuClaim(uuid="GPU-0"), GpuClaim(uuid="GPU-1")))
+    old, new = assignment(claim=both), assignment("m-bbbbb", claim=Claim(gpus=(GpuClaim(uuid="GPU-1"),)))
+    elsewhere = assignment("m-ccccc", claim=Claim(gpus=(GpuClaim(uuid="GPU-2"),)))
+    bench.see((7, old))
+    bench.run(2)
+    bench.engines[SHARD].obeys_term = False
+    bench.engines[SHARD].left = 1
+    bench.see((9, stopped(old)), (9, new), (9, elsewhere))
+    bench.run(4)
+    assert [shard for shard, _ in bench.starts] == [SHARD, "m-ccccc.0"]
+    assert bench.report("m-bbbbb.0").reason == "waits for GPU GPU-1, which m-aaaaa.0 still holds"
+    bench.run(10)
+    assert confirms_stop(bench.report(), order_rev=9)
+    assert bench.engines[SHARD].left == 0
+    assert bench.report("m-bbbbb.0").phase is ShardPhase.READY
 
 
 def test_what_runs_unassigned_holds_its_memory_until_the_leader_has_said_what_it_is() -> None:

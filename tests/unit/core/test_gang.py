@@ -14,6 +14,7 @@ from llmgw.core.inventory import Inventory, node_inventory
 from llmgw.core.node import Build, EngineFacts, Fabric, GpuHealth, Liveness
 from llmgw.core.placement import Placement, explain, place
 from llmgw.core.plan import Put
+from llmgw.core.record import StoreMeta
 from llmgw.core.replica import (
     Assignment,
     Desired,
@@ -522,6 +523,27 @@ def test_a_new_leader_counts_anew() -> None:
     c.advance(1.0)
     c.step()
     assert c.one("m").phase is P.FAILED
+
+
+def test_a_gang_that_had_to_wait_for_a_restored_store_has_its_time_afterwards() -> None:
+    c = fleet(3)
+    replica = held_gang(c, nodes=2)
+    c.report(name(replica, 1), S.READY)
+    c.meddle((Kind.META, "", StoreMeta(incarnation="store-2")))
+    for each in ("n1", "n2"):
+        c.meddle((Kind.SESSION, each, c.session(each)))
+    c.step()
+    c.advance(4000.0)
+    c.step()
+    assert by_id(c, replica).phase is P.STARTING
+    assert order(c, replica, 0).desired is Desired.HELD, "nothing is started before every node has reported"
+    c.meddle((Kind.SESSION, "n3", c.session("n3")))
+    c.step()
+    c.step()
+    assert by_id(c, replica).phase is P.STARTING
+    assert order(c, replica, 0).desired is Desired.RUNNING
+    c.settle()
+    assert by_id(c, replica).phase is P.READY
 
 
 def test_inv6_what_was_ready_once_is_never_given_up_for_time() -> None:
