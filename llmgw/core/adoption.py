@@ -153,11 +153,17 @@ def _adopt_or_stop(draft: Draft, order: Assignment, *, restoring: bool, now: Now
     if Ref(Kind.MODEL, order.model) in index.corrupted:
         return  # whether the model is still wanted can't be read, so it goes on
     orders = _gang(index, order)
-    if orders is not None and order.replica not in index.replicas and _wanted(index, orders) and _fits(index, orders):
+    if orders is not None and _adoptable(index, orders):
         draft.emit("adopt", *_adopted(index, orders, now))
     elif not restoring and catalog_known(index) and not (orders is None and awaits_peers(index, order)):
         stopped = msgspec.structs.replace(order, desired=Desired.STOPPED)
         draft.put("stop", order_ref(order.node, order.replica, order.rank), stopped)
+
+
+def can_be_adopted(index: Index, order: Assignment) -> bool:
+    """Whether what runs by this order could be taken as it is, now."""
+    orders = _gang(index, order)
+    return orders is not None and _adoptable(index, orders)
 
 
 def awaits_peers(index: Index, order: Assignment) -> bool:
@@ -194,6 +200,10 @@ def _gang(index: Index, order: Assignment) -> list[Assignment] | None:
     whole = [each.rank for each in orders] == list(range(order.launch.nodes)) and order in orders
     apart = len({each.node for each in orders}) == len(orders)
     return orders if whole and apart else None
+
+
+def _adoptable(index: Index, orders: list[Assignment]) -> bool:
+    return orders[0].replica not in index.replicas and _wanted(index, orders) and _fits(index, orders)
 
 
 def _wanted(index: Index, orders: list[Assignment]) -> bool:

@@ -23,9 +23,10 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from llmgw.core.adoption import awaits_peers, catalog_known
+from llmgw.core.adoption import awaits_peers, can_be_adopted, catalog_known
 from llmgw.core.autoscale import wanted_replicas
 from llmgw.core.explain import RECEIPT_BYTES_MAX, Receipt, Refusal, Unplaced
+from llmgw.core.fleet import is_restoring
 from llmgw.core.inventory import Inventory
 from llmgw.core.lifecycle import is_live
 from llmgw.core.node import Liveness
@@ -37,6 +38,8 @@ from llmgw.core.replica import (
     Desired,
     Replica,
     ReplicaPhase,
+    ShardReport,
+    live_shard,
 )
 from llmgw.core.snapshot import Index, Kind, Ref
 from llmgw.errors import InvariantError
@@ -162,11 +165,14 @@ def check_explained(index: Index) -> list[Violation]:
 def unanswered(index: Index) -> list[str]:
     """Names of shards that run unassigned and have no order yet. Invariant 5: for 30 s at most, of a healthy leader.
 
-    Those of a gang whose other members can't tell their orders yet are left out: one word is for all of them. None in a
-    store that nobody ever told what is wanted: there they wait for the catalog.
+    Those of a gang whose other members can't tell their orders yet are left out: one word is for all of them. So are
+    those that can only be told to stop, while a restored store waits for all nodes. None in a store that nobody ever
+    told what is wanted: there they wait for the catalog.
     """
     if not catalog_known(index):
         return []
+    meta = None if index.meta is None else index.meta.record
+    restoring = meta is not None and is_restoring(index, meta.incarnation)
     return [
         name
         for name in index.reports.names()
@@ -176,7 +182,16 @@ def unanswered(index: Index) -> list[str]:
         and name not in index.assignments
         and report.node in index.sessions
         and (report.order is None or not awaits_peers(index, report.order))
+        and (not restoring or _may_go_on(index, report))
     ]
+
+
+def _may_go_on(index: Index, report: ShardReport) -> bool:
+    """Whether the word for what runs unassigned would be to go on."""
+    replica = index.replicas.record(report.replica)
+    if live_shard(replica, node=report.node, rank=report.rank) is not None:
+        return replica is not None and is_live(replica) and report.order is not None
+    return report.order is not None and can_be_adopted(index, report.order)
 
 
 def unconverged(index: Index) -> list[str]:

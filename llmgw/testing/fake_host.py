@@ -1,26 +1,17 @@
-"""A machine that is not there: its disk and its engines outlive the agents on it, as a real one's do.
+"""What one agent process sees of a machine that is not there (`llmgw.testing.sim_machine`).
 
-`Machine` is the machine; `FakeHost` is what one agent process sees of it and implements `llmgw_agent.host.Host`. Time
-is `anyio.current_time()`, and nothing runs by itself: an engine's state is worked out when somebody looks.
-
-What must never happen on a real machine is checked here, where it would happen: two engines of one shard, more memory
-promised to living engines than there is, a signal to an engine that nobody ordered to stop and that is not at fault.
+Implements `llmgw_agent.host.Host` in virtual time.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final
 
 import anyio
-import msgspec
 
-from llmgw.core.ids import shard_name
-from llmgw.core.node import Build, EngineFacts, Facts
+from llmgw.core.node import EngineFacts, Facts, WeightSet
 from llmgw.core.replica import Assignment
-from llmgw.testing.seed import Random
+from llmgw.testing.sim_machine import BUILDS, Engine, Machine
 from llmgw.testing.virtual import pause
 from llmgw_agent.host import (
     LOOK_S,
@@ -38,136 +29,11 @@ from llmgw_agent.host import (
 )
 from llmgw_agent.state import Process, SavedState
 
-ENGINE: Final = "llama.cpp"
-BUILD: Final = Build(engine=ENGINE, version="b1", named=True)
-
 SILENT_PROBE_S: Final = 5.0
 """How long a probe without an answer takes. Source: the contract in llmgw_agent.host."""
 
-
-ENGINES_KEPT: Final = 200
-"""Processes remembered per machine, dead ones for their last words. More than can be alive at once."""
-
-
-class Temper(msgspec.Struct, frozen=True, kw_only=True):
-    """How one start of an engine will go. Seconds; None: that does not happen.
-
-    `fails`: the start itself is refused, with this reason. `loads_s`: until it can work. `dies_s`: its process ends so
-    long after its start. `wrong`: it comes up as something else than was ordered.
-    """
-
-    fails: str | None = None
-    loads_s: float = 3.0
-    dies_s: float | None = None
-    wrong: bool = False
-    ends_s: float = 1.0
-    """How long it takes to end after SIGTERM."""
-    busy_s: float = 0.0
-    """How long its last request takes once nothing new is sent to it."""
-
-
-class Witness(Protocol):
-    """Who is told of what happens on machines."""
-
-    def engine_started(self, machine: Machine, engine: Engine) -> None:
-        """An engine's process exists."""
-        ...
-
-    def engine_signalled(self, machine: Machine, engine: Engine, *, kill: bool) -> None:
-        """The agent ends a living engine."""
-        ...
-
-    def wrong(self, what: str) -> None:
-        """Something happened that never may."""
-        ...
-
-
-@dataclass(kw_only=True, eq=False)
-class Engine:
-    """One process, dead or alive. Moments are on the simulation's clock."""
-
-    process: Process
-    shard: str
-    order: Assignment
-    incarnation: str
-    port: int
-    temper: Temper
-    started_s: float
-    ends_s: float = math.inf
-    exit: str = ""
-    ended: anyio.Event = field(default_factory=anyio.Event)
-    """Set when it is known when it ends."""
-    hung: bool = False
-    idle_s: float | None = None
-
-    @property
-    def alive(self) -> bool:
-        """Whether its process exists."""
-        return anyio.current_time() < self.ends_s
-
-    @property
-    def loaded(self) -> bool:
-        """Whether it could work."""
-        return anyio.current_time() >= self.started_s + self.temper.loads_s
-
-    @property
-    def serves(self) -> bool:
-        """Whether it would answer a request now."""
-        return self.alive and self.loaded and not self.hung and not self.temper.wrong
-
-    def end(self, at_s: float, how: str) -> None:
-        """It ends at `at_s`, unless it ends before that anyway."""
-        if at_s < self.ends_s:
-            self.ends_s, self.exit = at_s, how
-            self.ended.set()
-            self.ended = anyio.Event()
-
-
-@dataclass(kw_only=True, eq=False)
-class Machine:
-    """One node's hardware. `temper` decides how each start of an engine goes."""
-
-    name: str
-    memory_bytes: int
-    witness: Witness
-    temper: Callable[[Assignment], Temper]
-    random: Random
-    address: str = "10.0.0.1"
-    on: bool = True
-    boots: int = 1
-    disk: SavedState | None = None
-    disk_damaged: bool = False
-    disk_full: bool = False
-    engines: list[Engine] = field(default_factory=list)
-    _pid: int = 1000
-
-    @property
-    def boot_id(self) -> str:
-        """The kernel's."""
-        return f"{self.name}-boot-{self.boots}"
-
-    def next_pid(self) -> int:
-        """A process id that was never used before on this machine."""
-        self._pid += 1
-        return self._pid
-
-    def running(self) -> list[Engine]:
-        """Engines whose process exists."""
-        if not self.engines:
-            return []
-        now_s = anyio.current_time()
-        return [engine for engine in self.engines if now_s < engine.ends_s]
-
-    def power_off(self) -> None:
-        """Every process is gone, the disk stays."""
-        self.on = False
-        for engine in self.running():
-            engine.end(anyio.current_time(), "power lost")
-
-    def power_on(self) -> None:
-        """Another boot."""
-        self.on = True
-        self.boots += 1
+STEP_S: Final = 10.0
+"""A load that shows how it gets on shows something new this often."""
 
 
 class FakeHost:
@@ -226,40 +92,24 @@ class FakeHost:
         machine = self._machine
         await self._pause(machine.random.uniform(0.01, 0.2))
         temper = machine.temper(order)
-        if temper.fails is not None:
-            raise StartFailed(temper.fails)
+        build = next((each for each in BUILDS if order.launch.build in (None, each.id)), None)
+        if build is None:
+            raise StartFailed(f"no {order.launch.build} here")
+        if (why := temper.fails or machine.refusal(order)) is not None:
+            raise StartFailed(why)
         if any(engine.port == port for engine in machine.running()):
             raise StartFailed(f"port {port} is taken", port_taken=True)
-        now_s = anyio.current_time()
-        shard = shard_name(order.node, order.replica, order.rank).partition("/")[2]
-        engine = Engine(
-            process=Process(
-                pid=machine.next_pid(),
-                started=round(now_s * 100),
-                boot_id=machine.boot_id,
-                mark=f"{self.data}/{order.node}/{shard}/{incarnation}",
-            ),
-            shard=shard,
-            order=order,
-            incarnation=incarnation,
-            port=port,
-            temper=temper,
-            started_s=now_s,
-        )
-        if temper.dies_s is not None:
-            engine.end(now_s + temper.dies_s, "killed by SIGSEGV")
-        self._check_start(engine)
-        machine.engines = [*machine.engines[-ENGINES_KEPT:], engine]
-        machine.witness.engine_started(machine, engine)
-        return Launched(process=engine.process, build=BUILD.id)
+        engine = machine.launch(order, temper, data=self.data, incarnation=incarnation, port=port)
+        return Launched(process=engine.process, build=build.id)
 
     async def look(self, shard: str, process: Process | None, *, whole: bool) -> Look:
         await self._pause(0)  # by far the most frequent call: nobody waits, so that no clock has to jump
         mine = [engine for engine in self._machine.engines if engine.shard == shard]
-        alive = any(engine.alive and engine.process == process for engine in mine)
+        main = next((engine for engine in mine if engine.process == process), None)
+        alive = main is not None and main.alive
         left = sum(engine.alive for engine in mine) if whole else int(alive)
-        ended = next((engine.exit for engine in mine if engine.process == process and not engine.alive), "")
-        return Look(alive=alive, left=left, exit=ended)
+        steps = _steps(main) if whole and main is not None and alive else None
+        return Look(alive=alive, left=left, exit="" if main is None or alive else main.exit, progress=steps)
 
     async def gone(self, shard: str, process: Process | None) -> Look:
         engine = next((engine for engine in self._machine.engines if engine.process == process), None)
@@ -287,11 +137,14 @@ class FakeHost:
         engine = next((each for each in living if each.process == process and each.port == port), None)
         if engine is None:
             return Silent(why="connection refused")
+        detail = engine.look_around()
         if engine.hung:
             await self._pause(SILENT_PROBE_S)
             return Silent(why="no answer")
-        if not engine.loaded:
-            return Loading(detail="loading model")
+        if not engine.alive:
+            return Silent(why="connection reset by peer")
+        if detail is not None:
+            return Loading(detail=detail)
         if engine.temper.wrong:
             return Wrong(reason="the GPU was asked for, it runs on the CPU")
         if purpose is Purpose.READY:
@@ -304,29 +157,22 @@ class FakeHost:
 
     async def facts(self) -> Facts:
         await self._pause(0.1)
-        return Facts(
-            node=self._machine.name,
+        machine = self._machine
+        facts = Facts(
+            node=machine.name,
             boot_id=self._boot_id,
             os="Debian 12",
             arch="x86_64",
             cpus=32.0,
-            memory_bytes=self._machine.memory_bytes,
-            gpus=(),
-            engines=EngineFacts(probed=True, builds=(BUILD,)),
-            weights=(),
+            memory_bytes=machine.memory_bytes,
+            labels=machine.labels,
+            gpus=machine.gpus,
+            fabrics=machine.fabrics,
+            gang_ports=(21000, 21999),
+            engines=EngineFacts(probed=True, builds=BUILDS),
+            weights=None if machine.weights is None else tuple(WeightSet(source=each) for each in machine.weights),
         )
-
-    def _check_start(self, new: Engine) -> None:
-        machine = self._machine
-        living = machine.running()
-        if any(engine.shard == new.shard for engine in living):
-            machine.witness.wrong(f"{machine.name} runs two engines of {new.shard}")
-        promised = sum(engine.order.claim.memory_bytes or 0 for engine in (*living, new))
-        if promised > machine.memory_bytes:
-            names = ", ".join(engine.shard for engine in (*living, new))
-            machine.witness.wrong(
-                f"{machine.name} has {machine.memory_bytes} bytes of memory, living engines claim {promised}: {names}"
-            )
+        return facts if machine.lies is None else machine.lies(facts)
 
     async def _pause(self, seconds: float) -> None:
         """Time passes; a killed process never comes back from it."""
@@ -334,3 +180,11 @@ class FakeHost:
             await pause(seconds)
         if self._killed or not self._machine.on:
             await anyio.sleep_forever()
+
+
+def _steps(engine: Engine) -> int | None:
+    """How far its load has visibly come; None where that can't be told."""
+    if not engine.temper.shows:
+        return None
+    loading_s = min(anyio.current_time() - engine.started_s, engine.temper.loads_s)
+    return int(loading_s / STEP_S)

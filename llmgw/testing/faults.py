@@ -34,12 +34,15 @@ T = TypeVar("T")
 class Link(enum.Enum):
     """How a client reaches the store. `REFUSED`: fails at once, nothing was sent. `SILENT`: calls time out.
 
-    While it is not up its watches hear nothing; afterwards they resume where they were, as the port says.
+    `FROZEN`: as if the process were stopped (SIGSTOP): calls wait until it goes on, and a transaction that was about to
+    be sent is sent then, even if nobody waits for it any more. While it is not up its watches hear nothing; afterwards
+    they resume where they were, as the port says.
     """
 
     UP = "up"
     REFUSED = "refused"
     SILENT = "silent"
+    FROZEN = "frozen"
 
 
 class Fate(enum.Enum):
@@ -150,7 +153,12 @@ class FaultyStore:
         check_txn(compares, ops, or_else)
         if not writes((*ops, *or_else)):
             return await self._read(lambda: self._store.txn(compares, ops, or_else))
-        await self._send_write()
+        try:
+            await self._send_write()
+        except anyio.get_cancelled_exc_class():
+            if self._link is Link.FROZEN:
+                self._tasks.start_soon(self._land_when_up, compares, ops, or_else)
+            raise
         fault = next((found for judge in self.judges if (found := judge(ops)) is not None), None)
         if fault is None:
             result = await self._store.txn(compares, ops, or_else)
@@ -213,6 +221,8 @@ class FaultyStore:
     async def _send(self, refused: type[StoreError], unanswered: type[StoreError]) -> None:
         """The way there."""
         await self._delay()
+        if self._link is Link.FROZEN:
+            await self.wait_up()
         if self._link is Link.REFUSED:
             raise refused("connection refused")
         if self._link is Link.SILENT:
@@ -222,6 +232,8 @@ class FaultyStore:
     async def _hear(self, unanswered: type[StoreError]) -> None:
         """The way back; the answer is lost if the link is down by then."""
         await self._delay()
+        if self._link is Link.FROZEN:
+            await self.wait_up()
         if self._link is not Link.UP:
             await anyio.sleep(self._timeout_s)
             raise unanswered(f"no answer within {self._timeout_s:g} s")
@@ -232,10 +244,16 @@ class FaultyStore:
         else:
             await pause(self._latency())
 
-    async def _land(self, delay_s: float, compares: Sequence[Compare], ops: Operations, or_else: Operations) -> None:
+    async def _land(
+        self, delay_s: float, compares: Sequence[Compare], ops: Operations, or_else: Sequence[Operation]
+    ) -> None:
         await anyio.sleep(delay_s)
         with suppress(StoreError):  # nobody is left to hear of it
             await self._store.txn(compares, ops, or_else)
+
+    async def _land_when_up(self, compares: Sequence[Compare], ops: Operations, or_else: Operations) -> None:
+        await self.wait_up()
+        await self._land(0.0, compares, ops, or_else)
 
     async def wait_up(self) -> None:
         """Until the link is up."""

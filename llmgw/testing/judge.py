@@ -15,19 +15,28 @@ import anyio
 
 from llmgw.core.history import Checker
 from llmgw.core.invariants import unanswered
-from llmgw.core.node import Liveness, NodeState
+from llmgw.core.node import Fleet, Guard, Liveness, NodeState
 from llmgw.core.record import Leader
-from llmgw.core.replica import Assignment, Desired, Replica, ReplicaPhase, Retire, ShardPhase, ShardReport
+from llmgw.core.replica import (
+    Assignment,
+    Desired,
+    ModelState,
+    Replica,
+    ReplicaPhase,
+    Retire,
+    Rollout,
+    ShardPhase,
+    ShardReport,
+)
 from llmgw.core.routing import Route, route_table
 from llmgw.core.snapshot import Change, Kind
 from llmgw.store import codec, keys
 from llmgw.store.memory import MemoryCluster
 from llmgw.store.port import Batch, Event, KeyValue
-from llmgw.testing.fake_host import Engine, Machine
+from llmgw.testing.sim_machine import Engine, Machine
 
-STORY_LEN: Final = 4000
-STORY_TOLD: Final = 150
-"""Lines of the story that are kept, and that are told of a failed run."""
+STORY_LEN: Final = 20000
+"""Lines of the story that are kept: more than a whole run has, as a rule."""
 
 who: ContextVar[str] = ContextVar("who", default="-")
 """Which process is running, for the story."""
@@ -62,9 +71,9 @@ class Judge(logging.Handler):
         self._story.append((anyio.current_time(), who.get() if name is None else name, what))
 
     def story(self) -> str:
-        """The last lines of it, for people."""
+        """All of it, a line for each thing that happened, for people."""
         lines = []
-        for at_s, name, what in list(self._story)[-STORY_TOLD:]:
+        for at_s, name, what in self._story:
             match what:
                 case logging.LogRecord():
                     text = _said(what)
@@ -120,15 +129,13 @@ class Judge(logging.Handler):
             case Replica() as replica:
                 self._note_replica(replica, old)
             case NodeState() as state:
-                if not isinstance(old, NodeState) or old.liveness is not state.liveness:
-                    self.totals[f"node {state.liveness.value}"] += 1
-                if state.liveness is Liveness.READY and isinstance(old, NodeState) and old.liveness is Liveness.LOST:
-                    self.totals["lost node came back"] += 1
+                self._note_node(state, old if isinstance(old, NodeState) else None)
             case ShardReport() as report:
-                if isinstance(old, ShardReport) and old.phase is not report.phase is ShardPhase.FAILED:
-                    self.totals["shard failed"] += 1
-                if not report.assigned:
-                    self.totals["shard unassigned"] += 1
+                self._note_report(report, old if isinstance(old, ShardReport) else None)
+            case ModelState() as model:
+                self._note_model(model, old if isinstance(old, ModelState) else None)
+            case Fleet(guard=Guard(on=True)) if not (isinstance(old, Fleet) and old.guard.on):
+                self.totals["guard on"] += 1
             case None if change.ref.kind is Kind.REPLICA:
                 self.totals["replica ended"] += 1
             case Leader() if change.create_revision not in self._terms:
@@ -137,16 +144,45 @@ class Judge(logging.Handler):
             case _:
                 pass
 
+    def _note_node(self, state: NodeState, old: NodeState | None) -> None:
+        if old is None or old.liveness is not state.liveness:
+            self.totals[f"node {state.liveness.value}"] += 1
+        if state.liveness is Liveness.READY and old is not None and old.liveness is Liveness.LOST:
+            self.totals["lost node came back"] += 1
+
+    def _note_report(self, report: ShardReport, old: ShardReport | None) -> None:
+        if old is not None and old.phase is not report.phase is ShardPhase.FAILED:
+            self.totals["shard failed"] += 1
+        if not report.assigned:
+            self.totals["shard unassigned"] += 1
+        if report.extended and (old is None or not old.extended):
+            self.totals["start extended"] += 1
+
     def _note_replica(self, replica: Replica, old: object) -> None:
+        kinds = ["replica"]
+        kinds += ["gang"] if len(replica.shards) > 1 else []
+        kinds += ["on GPUs"] if any(shard.claim.gpus for shard in replica.shards) else []
+        what = ""
         if not isinstance(old, Replica):
-            adopted = replica.reason.startswith("adopted")
-            self.totals["replica adopted" if adopted else "replica placed"] += 1
+            what = "adopted" if replica.reason.startswith("adopted") else "placed"
             if replica.replaces is not None:
                 self.totals["replacement placed"] += 1
         elif replica.retire is not None and old.retire is None:
             self.totals[f"retired {replica.retire.value}"] += 1
+            what = "failed" if replica.retire is Retire.FAILED else ""
         elif replica.phase is ReplicaPhase.READY and old.phase is not ReplicaPhase.READY:
-            self.totals["replica ready"] += 1
+            what = "ready"
+        for kind in kinds if what else ():
+            self.totals[f"{kind} {what}"] += 1
+
+    def _note_model(self, model: ModelState, old: ModelState | None) -> None:
+        if model.rollout is Rollout.STOPPED and (old is None or old.rollout is not model.rollout):
+            self.totals["rollout stopped"] += 1
+        if model.unplaced is not None and (old is None or old.unplaced is None):
+            for refusal in model.unplaced.nearest:
+                self.totals[f"unplaced {refusal.constraint.value}"] += 1
+        if model.scale is not None and (old is None or old.scale != model.scale):
+            self.totals[f"scaled {model.scale.cause.value}"] += 1
 
     @property
     def terms(self) -> int:
@@ -168,7 +204,7 @@ class Judge(logging.Handler):
         self.totals["engine killed" if kill else "engine ended"] += 1
         self.tell(f"{'kills' if kill else 'ends'} {engine.shard}, pid {engine.process.pid}")
         late_s = anyio.current_time() - engine.started_s - engine.order.start_s
-        at_fault = engine.hung or engine.temper.wrong or (not engine.loaded and late_s >= 0)
+        at_fault = engine.hung or engine.temper.wrong or (not engine.whole and late_s >= 0)
         if name not in self._stopped and not at_fault:
             self.wrong(f"the agent ended {name} (pid {engine.process.pid}), which nobody ordered and which was well")
 

@@ -25,10 +25,13 @@ from llmgw.store import codec, keys
 from llmgw.store.memory import MemoryCluster, MemoryStore
 from llmgw.store.mirror import Mirror, mirror
 from llmgw.store.port import DeleteOp, Operation, PutOp
-from llmgw.testing.fake_host import FakeHost, Machine, Temper, Witness
+from llmgw.testing.fake_host import FakeHost
 from llmgw.testing.faults import FaultyStore, Link
 from llmgw.testing.judge import who
+from llmgw.testing.load import LoadTeller
 from llmgw.testing.seed import SeededIds, stream
+from llmgw.testing.sim_hardware import Hardware, draw, plain
+from llmgw.testing.sim_machine import Machine, Temper, Witness
 from llmgw_agent.agent import run_agent
 
 EPOCH_S: Final = 1_800_000_000.0
@@ -52,10 +55,16 @@ ROUTES: Final = (
 
 
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
-    """How large a fleet is, and its times in seconds."""
+    """How large a fleet is, and its times in seconds.
+
+    `hardware`: machines as drawn from the seed, some with GPUs; otherwise all are alike, with `memory_bytes` and
+    nothing else. `machines`: exactly these instead, by number.
+    """
 
     controllers: int = 3
     nodes: int = 4
+    hardware: bool = False
+    machines: tuple[Hardware, ...] = ()
     memory_bytes: int = 64 * GB
     lost_after_s: float = 300.0
     relist_s: float = 200.0
@@ -76,6 +85,7 @@ class Process:
         self.host: FakeHost | None = None
         self.status: ControllerStatus | None = None
         self.view: Mirror | None = None
+        self.teller: LoadTeller | None = None
         self.starts = 0
 
     @property
@@ -121,7 +131,7 @@ class Process:
             with scope:
                 await self._run(self)
         finally:
-            self._scope = self.host = self.status = self.view = None
+            self._scope = self.host = self.status = self.view = self.teller = None
             ended.set()
 
 
@@ -146,19 +156,33 @@ class Fleet:
         """A client without faults: the people's, and the test's own."""
         self._etcd = EtcdConfig(relist_s=sizes.relist_s)
         self.controllers = [Process(self, f"controller-{n}", self._control) for n in range(sizes.controllers)]
-        self.machines = [
-            Machine(
-                name=f"node-{n}",
-                address=f"10.0.0.{n + 1}",
-                memory_bytes=sizes.memory_bytes,
-                witness=witness,
-                temper=temper,
-                random=stream(seed, f"node-{n}/machine"),
-            )
-            for n in range(sizes.nodes)
-        ]
+        self.world: dict[str, Machine] = {}
+        self.machines = [self._machine(n, witness, temper) for n in range(sizes.nodes)]
         self.agents = [Process(self, machine.name, self._agent(machine)) for machine in self.machines]
         self.gateway = Process(self, "gateway", self._route)
+
+    def _machine(self, n: int, witness: Witness, temper: Callable[[Assignment], Temper]) -> Machine:
+        sizes, name = self.sizes, f"node-{n}"
+        if sizes.machines:
+            hardware = sizes.machines[n]
+        elif sizes.hardware:
+            hardware = draw(stream(self.seed, f"{name}/hardware"), name=name, number=n, memory_bytes=sizes.memory_bytes)
+        else:
+            hardware = plain(sizes.memory_bytes)
+        made = self.world[name] = Machine(
+            name=name,
+            address=f"10.0.0.{n + 1}",
+            memory_bytes=hardware.memory_bytes,
+            gpus=hardware.gpus,
+            fabrics=hardware.fabrics,
+            labels=hardware.labels,
+            weights=hardware.weights,
+            world=self.world,
+            witness=witness,
+            temper=temper,
+            random=stream(self.seed, f"{name}/machine"),
+        )
+        return made
 
     @property
     def processes(self) -> list[Process]:
@@ -224,7 +248,9 @@ class Fleet:
         return run
 
     async def _route(self, process: Process) -> None:
+        """A gateway's part in this: the routes it sees, and what it tells of its load."""
+        process.teller = LoadTeller(process.faulty, process.name, wall=process.wall)
         async with mirror(
             process.faulty, ROUTES, jitter=process.random.random, relist_s=self.sizes.relist_s
         ) as process.view:
-            await anyio.sleep_forever()
+            await process.teller.run()

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from io import StringIO
 from typing import Final
 
 import anyio
@@ -22,14 +23,19 @@ from llmgw.store.memory_cluster import MemoryCluster
 from llmgw.testing.judge import Judge
 from llmgw.testing.seed import stream
 from llmgw.testing.sim_fleet import Fleet, Sizes
-from llmgw.testing.storm import START_S, Storm
-from llmgw.testing.storm_faults import KINDS, LEADER_KINDS
+from llmgw.testing.storm import Storm
+from llmgw.testing.storm_kinds import KINDS, LEADER_KINDS
+from llmgw.testing.storm_models import START_S
 from llmgw.testing.virtual import run_virtual
 
 STORM_S: Final = 900.0
 """How long faults go on, virtual seconds: three times `lost_after`."""
 
 BACKOFF_MAX_S: Final = 300.0
+
+LARGE: Final = 50
+LARGE_EVERY: Final = 40
+"""One seed in so many has a fleet of `LARGE` nodes."""
 
 QUIET_S: Final = 15.0
 """A state counts as settled when it stays so for this long."""
@@ -38,12 +44,17 @@ GATEWAY_LAG_S: Final = 15.0
 """How old what serves may be before a gateway without faults must route to it."""
 
 
+STORY_TOLD: Final = 150
+"""Lines of a failed run's story that its message ends with."""
+
+
 class Broken(AssertionError):
-    """A seed whose run broke a promise. `seed` repeats it."""
+    """A seed whose run broke a promise. `seed` repeats it, `story` is all that led to it, line by line."""
 
     def __init__(self, seed: int, what: str, story: str) -> None:
         self.seed, self.what, self.story = seed, what, story
-        super().__init__(f"seed {seed}: {what}\n{story}\nrepeat with: pytest tests/sim --sim-seed {seed}")
+        end = "\n".join(story.splitlines()[-STORY_TOLD:])
+        super().__init__(f"seed {seed}: {what}\n{end}\nrepeat with: make soak FROM={seed} SEEDS=1")
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,9 +68,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 def simulate(seed: int, *, sizes: Sizes | None = None) -> Outcome:
     """Run one seed. Raises: Broken."""
-    random = stream(seed, "sizes")
-    chosen = sizes or Sizes(nodes=random.randint(3, 5))
-    return play(_storm_then_calm, seed=seed, sizes=chosen)
+    nodes = LARGE if seed % LARGE_EVERY == LARGE_EVERY - 1 else stream(seed, "sizes").randint(3, 8)
+    return play(_storm_then_calm, seed=seed, sizes=sizes or Sizes(nodes=nodes, hardware=True))
 
 
 class Run:
@@ -170,7 +180,8 @@ async def _storm_then_calm(run: Run) -> None:
     fleet, storm, judge = run.fleet, run.storm, run.judge
     fleet.start()
     await storm.populate()
-    await storm.rage(LEADER_KINDS, KINDS, for_s=STORM_S)
+    with redirect_stdout(StringIO()), redirect_stderr(StringIO()):  # people read what commands tell them
+        await storm.rage(LEADER_KINDS, KINDS, for_s=STORM_S)
     await storm.heal()
     await run.settle(within_s=fleet.sizes.lost_after_s + START_S + BACKOFF_MAX_S + 60)
     if judge.terms < 2:

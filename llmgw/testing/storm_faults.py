@@ -1,6 +1,6 @@
-"""The faults of the simulation, one function each: strike, wait, undo. See `llmgw.testing.storm`.
+"""What befalls controllers, the store and the way to it: one function each, which strikes, waits and undoes it.
 
-`KINDS` is what a storm draws from; the first fault of every run is one of `LEADER_KINDS`.
+See `llmgw.testing.storm`. `llmgw.testing.storm_kinds` lists all faults.
 """
 
 # ruff: noqa: D103  # a fault's name says what it does
@@ -18,8 +18,8 @@ from llmgw.errors import Compacted
 from llmgw.store import codec, keys
 from llmgw.store.port import PutOp
 from llmgw.testing.faults import Fate, Link, Operations, TxnFault, once
-from llmgw.testing.storm import Fault, Storm
-from llmgw.testing.storm_people import model_removed, model_rolled, model_scaled, node_cordoned, node_drained, scale
+from llmgw.testing.storm import Storm
+from llmgw.testing.storm_people import scale
 
 HEAD: Final = keys.key(Ref(Kind.HEAD))
 
@@ -51,6 +51,17 @@ async def controller_cut(storm: Storm) -> None:
     with storm.trouble(leader):
         leader.faulty.link = storm.random.choice([Link.REFUSED, Link.SILENT])
         await anyio.sleep(storm.some(10, 60))
+        leader.faulty.heal()
+
+
+async def controller_paused(storm: Storm) -> None:
+    """Frozen with whatever it was about to write, which it writes when it goes on."""
+    leader = await storm.leader()
+    with storm.trouble(leader):
+        await scale(storm)
+        await anyio.sleep(storm.some(0, 1))
+        leader.faulty.link = Link.FROZEN
+        await anyio.sleep(storm.some(1, 60))
         leader.faulty.heal()
 
 
@@ -209,6 +220,17 @@ async def events_repeated(storm: Storm) -> None:
         process.faulty.watches_repeat = False
 
 
+async def watch_delayed(storm: Storm) -> None:
+    process = storm.anyone()
+    if process is None:
+        return
+    with storm.trouble(process):
+        process.faulty.watch_lag_s = storm.some(0.5, 20)
+        await anyio.sleep(storm.some(20, 90))
+        process.faulty.watch_lag_s = 0.0
+        await anyio.sleep(20)
+
+
 async def agent_cut(storm: Storm) -> None:
     """A node can't reach the store; sometimes until it is Lost."""
     agent = storm.anyone(storm.fleet.agents)
@@ -227,117 +249,3 @@ async def gateway_cut(storm: Storm) -> None:
         await anyio.sleep(storm.some(5, 100))
         gateway.faulty.heal()
         await anyio.sleep(10)
-
-
-# --- machines and engines -------------------------------------------------------------------------------------------
-
-
-async def agent_killed(storm: Storm) -> None:
-    agent = storm.anyone(storm.fleet.agents)
-    if agent is None:
-        return
-    await agent.kill()
-    await anyio.sleep(storm.random.choice([storm.some(0.1, 10), storm.some(30, 90)]))
-    restart_agent(storm, agent.name)
-
-
-async def state_damaged(storm: Storm) -> None:
-    """An agent is killed and finds its state file damaged."""
-    n = storm.random.randrange(len(storm.fleet.agents))
-    await storm.fleet.agents[n].kill()
-    storm.fleet.machines[n].disk_damaged = True
-    await anyio.sleep(storm.some(0.1, 20))
-    restart_agent(storm, storm.fleet.agents[n].name)
-
-
-async def disk_full(storm: Storm) -> None:
-    machine = storm.random.choice(storm.fleet.machines)
-    machine.disk_full = True
-    await anyio.sleep(storm.some(10, 100))
-    machine.disk_full = False
-
-
-async def machine_rebooted(storm: Storm) -> None:
-    n = storm.random.randrange(len(storm.fleet.machines))
-    await storm.fleet.power_off(n)
-    await anyio.sleep(storm.some(15, 120))
-    storm.fleet.power_on(n)
-
-
-async def machine_gone(storm: Storm) -> None:
-    """For longer than it takes to be declared Lost."""
-    n = storm.random.randrange(len(storm.fleet.machines))
-    await storm.fleet.power_off(n)
-    await anyio.sleep(storm.fleet.sizes.lost_after_s + storm.some(50, 200))
-    storm.fleet.power_on(n)
-
-
-async def engine_crashes(storm: Storm) -> None:
-    engine = storm.engine()
-    if engine is not None:
-        storm.judge.tell(f"pid {engine.process.pid} of {engine.shard} crashes", name="storm")
-        engine.end(anyio.current_time(), "killed by SIGSEGV")
-
-
-async def engine_hangs(storm: Storm) -> None:
-    engine = storm.engine()
-    if engine is not None:
-        storm.judge.tell(f"pid {engine.process.pid} of {engine.shard} hangs", name="storm")
-        engine.hung = True
-
-
-async def engines_in_trouble(storm: Storm) -> None:
-    with storm.trouble(engines=True):
-        engine = storm.engine()
-        if engine is not None:
-            engine.end(anyio.current_time(), "killed by SIGBUS")
-        await anyio.sleep(storm.some(30, 200))
-
-
-async def clock_steps(storm: Storm) -> None:
-    process = storm.random.choice(storm.fleet.processes)
-    process.skew_s = storm.random.choice([-600.0, -90.0, -5.0, 5.0, 90.0, 600.0])
-    await anyio.sleep(storm.some(30, 200))
-    process.skew_s = 0.0
-
-
-def restart_agent(storm: Storm, name: str) -> None:
-    """Unless its machine has no power; then it comes up with that."""
-    n = next(n for n, agent in enumerate(storm.fleet.agents) if agent.name == name)
-    if storm.fleet.machines[n].on:
-        storm.fleet.agents[n].start()
-
-
-LEADER_KINDS: Final[tuple[Fault, ...]] = (controller_killed, controller_stopped, controller_cut, controllers_gone)
-
-KINDS: Final[tuple[Fault, ...]] = (
-    *LEADER_KINDS,
-    mirror_lags_at_take_over,
-    commit_lands_late,
-    store_elects,
-    store_gone,
-    store_restored,
-    store_wiped,
-    history_compacted,
-    writes_uncertain,
-    keepalives_fail,
-    events_lost,
-    events_repeated,
-    agent_cut,
-    gateway_cut,
-    agent_killed,
-    state_damaged,
-    disk_full,
-    machine_rebooted,
-    machine_gone,
-    engine_crashes,
-    engine_hangs,
-    engines_in_trouble,
-    clock_steps,
-    model_scaled,
-    model_rolled,
-    model_removed,
-    node_cordoned,
-    node_drained,
-)
-"""Every kind; a run over many seeds must have seen them all."""

@@ -9,12 +9,12 @@ import msgspec
 
 from llmgw.core.catalog import Scaling
 from llmgw.core.replica import ReplicaPhase, Retire, ScaleCause, ScaleState
-from llmgw.testing.fake_host import Temper
 from llmgw.testing.faults import Link
 from llmgw.testing.load import LoadTeller
 from llmgw.testing.sim_fleet import EPOCH_S, Sizes
+from llmgw.testing.sim_machine import Temper
 from llmgw.testing.simulation import Run, play
-from llmgw.testing.storm import model
+from llmgw.testing.storm_models import model
 
 SOON_S = 60.0
 IDLE_S = 120.0

@@ -19,10 +19,10 @@ from llmgw.core.snapshot import Index, Kind, Ref
 from llmgw.errors import NotFound, Partial, Refused
 from llmgw.store import codec, keys
 from llmgw.store.port import PutOp
-from llmgw.testing.fake_host import Temper
 from llmgw.testing.sim_fleet import Sizes
+from llmgw.testing.sim_machine import Temper
 from llmgw.testing.simulation import Run, play
-from llmgw.testing.storm import model
+from llmgw.testing.storm_models import model
 
 SOON_S = 60.0
 

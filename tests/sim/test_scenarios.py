@@ -14,12 +14,12 @@ from llmgw.core.routing import route_table
 from llmgw.core.snapshot import Kind, Ref
 from llmgw.store import codec, keys
 from llmgw.store.port import PutOp
-from llmgw.testing.fake_host import Temper
 from llmgw.testing.faults import Fate, Link, Operations, TxnFault, once
 from llmgw.testing.sim_fleet import Process, Sizes
+from llmgw.testing.sim_machine import Temper
 from llmgw.testing.simulation import Run, play
-from llmgw.testing.storm import model
 from llmgw.testing.storm_faults import plans
+from llmgw.testing.storm_models import model
 
 SOON_S = 60.0
 

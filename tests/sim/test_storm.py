@@ -9,7 +9,7 @@ import pytest
 
 from llmgw.testing.simulation import STORM_S, simulate
 from llmgw.testing.storm import FAULTS_MIN
-from llmgw.testing.storm_faults import KINDS
+from llmgw.testing.storm_kinds import KINDS
 
 EVENTS = (
     "term",

@@ -17,10 +17,11 @@ from llmgw.errors import Refused
 from llmgw.store import codec, keys
 from llmgw.store.memory import MemoryCluster, MemoryStore
 from llmgw.store.port import DeleteOp, PutOp
-from llmgw.testing.fake_host import Engine, FakeHost, Machine, Temper
+from llmgw.testing.fake_host import FakeHost
 from llmgw.testing.faults import Fate, FaultyStore, Link, TxnFault, once
 from llmgw.testing.node import agent_config, assignment, stopped
 from llmgw.testing.seed import SeededIds, stream
+from llmgw.testing.sim_machine import Engine, Machine, Temper
 from llmgw.testing.virtual import run_virtual
 from llmgw_agent.agent import run_agent
 
