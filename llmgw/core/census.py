@@ -94,9 +94,15 @@ def tokens(index: Index, spec: ModelSpec) -> dict[str, str]:
     return found
 
 
-def take_census(index: Index, name: str, spec: ModelSpec | None, state: ModelState | None) -> Census:
-    """Count the replicas of one model. `spec` None: it was removed, so nothing of it is wanted."""
-    targets = {} if spec is None else tokens(index, spec)
+def take_census(
+    index: Index, name: str, spec: ModelSpec | None, state: ModelState | None, targets: dict[str, str] | None = None
+) -> Census:
+    """Count the replicas of one model. `spec` None: it was removed, so nothing of it is wanted.
+
+    `targets`: the spec's `tokens`, where somebody has them already.
+    """
+    if targets is None:
+        targets = {} if spec is None else tokens(index, spec)
     lists: dict[str, list[Replica]] = {key: [] for key in ("lost", "drained", "outdated", "current", "leaving")}
     frozen, ready = _unreadable(index, name), set[str]()
     for replica in replicas_of(index, name):

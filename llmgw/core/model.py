@@ -48,23 +48,31 @@ from llmgw.core.replica import (
     Retire,
     Rollout,
 )
+from llmgw.core.sieve import ledger_of
 from llmgw.core.snapshot import Index, Kind, Ref
 
 FAILED_NODES_MAX: Final = 32
 """Nodes remembered per model as having failed it lately; beyond that the oldest are forgotten."""
+
+JUDGED_PER_TRY: Final = 1000
+"""Judging so many nodes for the first time takes as long as placing a replica where they are known, about 1 ms: a pass
+that has to do so comes less far."""
 
 
 @dataclass(kw_only=True)
 class Tended:
     """One model on its way through a pass.
 
-    `rejected`: the attempt to place it that failed, made when the plan had `rejected_after` groups. `short`: the pass
-    reached its bound before everything was tried.
+    `targets`: what its profiles launch (`llmgw.core.census.tokens`). `counted`: the last census, and of which tick of
+    the index and which state it is. `rejected`: the attempt to place it that failed, made when the plan had
+    `rejected_after` groups. `short`: the pass reached its bound before everything was tried.
     """
 
     name: str
     spec: ModelSpec | None
     state: ModelState
+    targets: dict[str, str]
+    counted: tuple[int, ModelState, Census] | None = None
     rejected: Rejection | None = None
     rejected_after: int = 0
     short: bool = False
@@ -144,7 +152,7 @@ def tend(p: Pass, name: str, inventory: Inventory) -> Tended | None:
     if Ref(Kind.MODEL, name) in index.corrupted or Ref(Kind.MODEL_STATE, name) in index.corrupted:
         return None
     state = index.model_states.record(name) or _first_state(index, name)
-    model = Tended(name=name, spec=spec, state=state)
+    model = Tended(name=name, spec=spec, state=state, targets={} if spec is None else tokens(index, spec))
     if p.restoring:
         if spec is not None:
             scale = at_least(spec, state, _live(index, name), now=p.now)
@@ -157,6 +165,19 @@ def tend(p: Pass, name: str, inventory: Inventory) -> Tended | None:
         _settle_backoff(p, model)
         _place(p, model, spec, inventory)
     return model
+
+
+def _census(p: Pass, model: Tended) -> Census:
+    """How the model stands now. Counted anew only when something of any node, or its state, has changed since.
+
+    Within a pass nothing else matters to it: the pass writes no spec and no wish, and every replica is on some node.
+    """
+    tick, known = p.index.tick, model.counted
+    if known is not None and known[0] == tick and known[1] is model.state:
+        return known[2]
+    census = take_census(p.index, model.name, model.spec, model.state, model.targets)
+    model.counted = (tick, model.state, census)
+    return census
 
 
 def _first_state(index: Index, name: str) -> ModelState:
@@ -183,8 +204,7 @@ def _profile(model: Tended, replica: Replica) -> Profile | None:
 
 def _fail(p: Pass, model: Tended) -> None:
     """Take down what has failed, and let the model wait before it is built anew; a rollout that failed stops."""
-    index, census = p.index, take_census(p.index, model.name, model.spec, model.state)
-    known = {} if model.spec is None else tokens(index, model.spec)
+    index, census, known = p.index, _census(p, model), model.targets
     failed: list[tuple[Replica, str, Retire]] = []
     for replica in readable_replicas(index, model.name):
         found = _failure(p, replica) if is_live(replica) else None
@@ -230,14 +250,14 @@ def _failure(p: Pass, replica: Replica) -> tuple[tuple[str, ...], str, Retire] |
 
 def _retire(p: Pass, model: Tended) -> None:
     """Take down what is not needed any more."""
-    for replica, why, reason in retirements(take_census(p.index, model.name, model.spec, model.state)):
+    for replica, why, reason in retirements(_census(p, model)):
         profile = _profile(model, replica)
         p.draft.emit(why.value, *retired(p.index, replica, why=why, reason=reason, now=p.now, profile=profile))
 
 
 def _settle_backoff(p: Pass, model: Tended) -> None:
     """Forget past failures once everything wanted has been ready for long enough; say when to look again."""
-    state, census = model.state, take_census(p.index, model.name, model.spec, model.state)
+    state, census = model.state, _census(p, model)
     if state.attempt == 0:
         return
     ready = [replica for replica in census.steady if replica.id in census.ready]
@@ -254,8 +274,9 @@ def _place(p: Pass, model: Tended, spec: ModelSpec, inventory: Inventory) -> Non
     """Place what is missing, and the next replica of a rollout."""
     retry_at = model.state.retry_at
     waiting = retry_at is not None and retry_at > p.now.wall_s
+    failed = frozenset(node for node, until in model.state.failed_nodes.items() if until > p.now.wall_s)
     while True:
-        census = take_census(p.index, model.name, spec, model.state)
+        census = _census(p, model)
         if census.need == 0 and not census.may_surge:
             return
         if waiting and retry_at is not None:
@@ -264,9 +285,7 @@ def _place(p: Pass, model: Tended, spec: ModelSpec, inventory: Inventory) -> Non
         if p.tries <= 0:
             model.short = True
             return
-        p.tries -= 1
-        failed = frozenset(node for node, until in model.state.failed_nodes.items() if until > p.now.wall_s)
-        outcome = place(inventory, spec, failed=failed)
+        outcome = _try(p, spec, inventory, failed=failed)
         if isinstance(outcome, Rejection):
             model.rejected, model.rejected_after = outcome, len(p.draft.groups)
             if census.need == 0:
@@ -283,6 +302,18 @@ def _place(p: Pass, model: Tended, spec: ModelSpec, inventory: Inventory) -> Non
             gang=gang.arrange(p.index, outcome),
         )
         p.draft.emit("place", *writes)
+        placed = tuple(write.record for write in writes if isinstance(write, Put) and isinstance(write.record, Replica))
+        grown = msgspec.structs.replace(census, current=(*census.current, *placed))
+        model.counted = (p.index.tick, model.state, grown)
+
+
+def _try(p: Pass, spec: ModelSpec, inventory: Inventory, *, failed: frozenset[str]) -> Placement | Rejection:
+    """Where one more replica goes. Whatever that costs is taken off what the pass may still try."""
+    ledger = ledger_of(p.index)
+    judged = ledger.judged
+    outcome = place(inventory, spec, failed=failed)
+    p.tries -= 1 + (ledger.judged - judged) // JUDGED_PER_TRY
+    return outcome
 
 
 def _make_room(p: Pass, model: Tended, spec: ModelSpec, census: Census, inventory: Inventory) -> None:
@@ -303,7 +334,7 @@ def _make_room(p: Pass, model: Tended, spec: ModelSpec, census: Census, inventor
 def conclude(p: Pass, model: Tended, inventory: Inventory) -> None:
     """Write what is to be said of the model, from where the whole pass has left it."""
     ref = Ref(Kind.MODEL_STATE, model.name)
-    census = take_census(p.index, model.name, model.spec, model.state)
+    census = _census(p, model)
     if model.spec is None and not p.index.replicas_of.get(model.name):
         if ref.name in p.index.model_states and not p.restoring:
             p.draft.emit("state", Delete(ref=ref))

@@ -92,15 +92,18 @@ def _run(p: Pass, dirty: Dirty) -> None:
     given_up = _given_up(p)
     if ended or given_up:  # whoever waited for these need not wait any more
         _answer(p, nodes | given_up, dirty.models)
+    if rest is not None and not rest.models:
+        p.tries = 0  # no replica goes anywhere while there are nodes that nobody has looked at
     names = _touched_models(p, models=dirty.models, nodes=nodes)
     if left.nodes:
         left.models |= names
+        left.short |= dirty.short
     else:
         names = set(_share(p, sorted(names), left.models))
         if rest is not None and rest.models:
             swept, rest = _next_models(p, rest)
             names.update(swept)
-        _models(p, names)
+        _models(p, names, short=dirty.short - names - left.models)
     left.rest = rest
     p.plan.more = bool(left)
 
@@ -114,19 +117,28 @@ def _answer(p: Pass, nodes: set[str], models: set[str]) -> None:
     p.plan.left.nodes.update(name.partition("/")[0] for name in later)
 
 
-def _models(p: Pass, names: set[str]) -> None:
-    """Tend the named models, then those that wait for room if anything about any node changed."""
+def _models(p: Pass, names: set[str], *, short: set[str]) -> None:
+    """Tend the named models, then those that wait for room if anything about any node changed.
+
+    `short`: models of which all but some placements was done; they are come back to as far as more may be tried.
+    """
+    left = p.plan.left
     for name in sorted(names):
         tend_leaving(p, name)
     inventory = Inventory(p.index)
-    done: list[Tended | None] = [tend(p, name, inventory) for name in sorted(names)]
+    done: list[Tended | None] = []
+    for name in sorted(names | short):
+        if p.tries > 0 or name in names:
+            done.append(tend(p, name, inventory))
+        else:
+            left.short.add(name)
     if p.draft.touched.nodes and not p.restoring:
-        waiting = _share(p, sorted(p.index.standing.pending - names), p.plan.left.models)
+        waiting = _share(p, sorted(p.index.standing.pending - names - short), left.models)
         done += [tend(p, name, inventory) for name in waiting]
     for model in (each for each in done if each is not None):
         conclude(p, model, inventory)
         if model.short:
-            p.plan.left.models.add(model.name)
+            left.short.add(model.name)
 
 
 def _given_up(p: Pass) -> set[str]:

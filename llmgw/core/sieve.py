@@ -246,12 +246,13 @@ class Sieve:
 class Ledger:
     """What hangs on one index: the figures of every node, who has which weights, and the sieves used last.
 
-    `holders`: source -> nodes where the whole set of weights is.
+    `holders`: source -> nodes where the whole set of weights is. `judged`: how often a node was judged for a new sieve.
     """
 
     def __init__(self, index: Index) -> None:
         self.figures: dict[str, Figures] = {}
         self.holders: dict[str, set[str]] = {}
+        self.judged = 0
         self._index = index
         self._tick: int | None = None
         self._sieves: dict[Shape, Sieve] = {}
@@ -288,6 +289,7 @@ class Ledger:
         changed = None if sieve is None else self._index.changed_nodes_since(sieve.tick)
         if sieve is None or changed is None:
             sieve = Sieve(profile, wish, self.figures.values())
+            self.judged += len(self.figures)
         for name in changed or ():
             sieve.update(name, self.figures.get(name))
         sieve.tick = self._index.tick

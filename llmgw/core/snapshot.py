@@ -45,23 +45,27 @@ class Rest(msgspec.Struct, frozen=True, kw_only=True, order=True):
 class Dirty:
     """What changed since the last pass: models and nodes by name, `fleet` where it concerns none of them by itself.
 
-    `everything` after a reset or a global change: all is to be looked at, however many passes that takes. `rest`: such
-    a look is under way, and this is what it has not come to yet.
+    `short`: models that were looked at, but the pass ended before all that they lack was tried. `everything` after a
+    reset or a global change: all is to be looked at, however many passes that takes. `rest`: such a look is under way,
+    and this is what it has not come to yet.
     """
 
     models: set[str] = field(default_factory=set)
     nodes: set[str] = field(default_factory=set)
+    short: set[str] = field(default_factory=set)
     fleet: bool = False
     everything: bool = False
     rest: Rest | None = None
 
     def __bool__(self) -> bool:
-        return self.everything or self.fleet or self.rest is not None or bool(self.models) or bool(self.nodes)
+        named = self.models or self.nodes or self.short
+        return self.everything or self.fleet or self.rest is not None or bool(named)
 
     def add(self, other: Dirty) -> None:
         """Take in what `other` says is dirty; `other` stays as it is."""
         self.models |= other.models
         self.nodes |= other.nodes
+        self.short |= other.short
         self.fleet = self.fleet or other.fleet
         self.everything = self.everything or other.everything
         rests = [rest for rest in (self.rest, other.rest) if rest is not None]
