@@ -120,7 +120,7 @@ class Prospect:
     def _meet_in(self, pool: Pool) -> bool:
         """Whether some nodes of a pool have gang ports in common; as a rule any have."""
         nodes = self.profile.nodes
-        names = (name for cell in self._cells(pool) for _, name in islice(cell.rooms, self._open[cell], None))
+        names = (name for cell in self._cells(pool) for _, name in _from(cell.rooms, self._open[cell]))
         first = self._ports(islice(names, nodes))
         return common(first) != 0 or meet([*first, *self._ports(names)], nodes) is not None
 
@@ -181,20 +181,20 @@ class Prospect:
             murky = cell.kind.murky
             if constraint is Constraint.MEMORY_TOTAL:
                 yield from ((needed - total, name) for total, name in _highest(cell.totals, small))
-            elif constraint is Constraint.MEMORY and not murky:
+            elif constraint is Constraint.MEMORY and not murky and small < start:
                 yield from ((needed - room, name) for room, name in self._roomiest(cell, small, start))
             elif constraint is Constraint.UNACCOUNTED and murky:
-                yield from ((0, name) for _, name in islice(cell.totals, small, None))
+                yield from ((0, name) for _, name in _from(cell.totals, small))
         for cell in self._lonely().get(constraint, ()) if constraint in _OF_MANY else ():
             have = max(self._sizes[pool] for pool in self._offers[cell])
             missing = self.profile.nodes - have if constraint is Constraint.GANG else 0
-            yield from ((missing, name) for _, name in islice(cell.rooms, self._open[cell], None))
+            yield from ((missing, name) for _, name in _from(cell.rooms, self._open[cell]))
 
     def _roomiest(self, cell: Cell, small: int, start: int) -> list[Amount]:
         """Of the nodes with memory enough in all but too little left, those with most left; by the shorter way."""
         needed, seats = self._needed or 0, self._seats
         if len(cell.totals) - small < start:
-            rooms = (seats[name][1].room for _, name in islice(cell.totals, small, None))
+            rooms = (seats[name][1].room for _, name in _from(cell.totals, small))
             tight = sorted(room for room in rooms if room[0] < needed)
             return _highest(tight, len(tight))
         return _highest(cell.rooms, start, lambda name: seats[name][1].total[0] >= needed)
@@ -289,10 +289,13 @@ class Prospect:
 
 
 def _stream(empty: bool, free: int, cell: Cell, start: int, gpu_class: str | None) -> Iterator[Candidate]:
-    rooms = cell.rooms
-    for i in range(start, len(rooms)):
-        room, name = rooms[i]
+    for room, name in _from(cell.rooms, start):
         yield (empty, free, room, name, gpu_class)
+
+
+def _from(pairs: list[Amount], begin: int, end: int | None = None) -> Iterator[Amount]:
+    """A part of a list, without a copy and without going through what lies before it."""
+    return (pairs[i] for i in range(begin, len(pairs) if end is None else end))
 
 
 def _spread(ranked: Iterable[Candidate], replicas: Mapping[str, int], want: int) -> list[Candidate]:
@@ -329,7 +332,7 @@ def _highest(pairs: list[Amount], end: int, keep: Callable[[str], bool] = lambda
     while end > 0 and len(found) < NEAREST_MAX:
         amount = pairs[end - 1][0]
         begin = bisect_left(pairs, (amount, ""), 0, end)
-        same = (pair for pair in islice(pairs, begin, end) if keep(pair[1]))
+        same = (pair for pair in _from(pairs, begin, end) if keep(pair[1]))
         found += islice(same, NEAREST_MAX - len(found))
         end = begin
     return found

@@ -74,6 +74,13 @@ def test_each_refusal_is_one_plain_sentence(given: Refusal, said: str) -> None:
     assert render(given) == said
 
 
+def test_a_constraint_that_only_a_newer_leader_knows_is_read_and_said_in_its_words() -> None:
+    written = msgspec.json.encode({"constraint": "too_hot", "profile": "cpu", "node": "n1", "detail": "runs at 95 °C"})
+    read = msgspec.json.decode(written, type=Refusal)
+    assert read.constraint is C.OTHER
+    assert render_at(read) == "n1 (cpu): runs at 95 °C"
+
+
 def test_every_constraint_can_be_said() -> None:
     for constraint in Constraint:
         assert render(refusal(constraint, detail="words", needed=1, total=1)).strip()
