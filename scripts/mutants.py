@@ -15,6 +15,7 @@ Entries are read from tests/mutants.toml and tests/mutants.d/*.toml:
 `required = ["A-01", …]` in tests/mutants.toml names the ids that must have an entry. The work tree is never changed:
 each job has its own copy, which is put first on PYTHONPATH, and it is checked that the mutated module is the one that
 is imported. Each test is first run without any bug, and must pass. A run that ends by time-out proves nothing.
+Hypothesis draws what it does in CI, and makes no failing example smaller: nobody will look at it.
 
     scripts/mutants.py [--only ID]… [--list] [--check] [--jobs N] [--root DIR]
 """
@@ -133,6 +134,7 @@ class Copy:
         self.environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(str(self.tree / source) for source in SOURCE_ROOTS),
             "PYTHONDONTWRITEBYTECODE": "1",
+            "HYPOTHESIS_PROFILE": "mutants",
         }
 
     @contextlib.contextmanager

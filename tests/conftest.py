@@ -21,6 +21,9 @@ hypothesis.settings.register_profile("explore", deadline=None, max_examples=2000
 # `make soak-property`: as many as it is told, drawn from the seed it prints (scripts/soak_property.py).
 EXAMPLES = int(os.environ.get("HYPOTHESIS_EXAMPLES", "2000"))
 hypothesis.settings.register_profile("soak", deadline=None, max_examples=EXAMPLES, print_blob=True, database=None)
+# `make mutants`: the examples of CI, and no time spent on making a failing one smaller.
+MUTANTS = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
+hypothesis.settings.register_profile("mutants", hypothesis.settings.get_profile("ci"), phases=MUTANTS)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 # What a shell starts in the background ignores Ctrl-C, and so would every process that tests start and interrupt.

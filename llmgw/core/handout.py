@@ -7,15 +7,19 @@ says from the raw records whether that kept the promises.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
 from llmgw.core.catalog import Profile, launch_hash
 from llmgw.core.ids import shard_name
 from llmgw.core.invariants import Violation, held_claims
 from llmgw.core.lately import Lately
 from llmgw.core.node import Facts, Gpu, GpuHealth
-from llmgw.core.replica import GONE, Assignment, Claim, Desired, Replica, ReplicaShard
+from llmgw.core.replica import GONE, Assignment, Claim, Desired, Gang, Replica, ReplicaShard
 from llmgw.core.snapshot import Index, Kind, Ref
 from llmgw.core.units import gb_to_bytes
+
+GANG_PORTS: Final = (21000, 21999)
+"""The range of a node whose agent is too old to say one. Source: the default of agent.yaml."""
 
 
 def placed(index: Index, replica: Replica, lately: Lately) -> Iterator[Violation]:
@@ -28,7 +32,7 @@ def placed(index: Index, replica: Replica, lately: Lately) -> Iterator[Violation
     if len(orders) < len(found) or not orders:
         return  # `history` says so
     yield from _whole(replica, orders)
-    yield from _gang(index, replica, orders)
+    yield from _gang(index, replica, orders, lately)
     specs = [spec for spec in lately.models(index, replica.model) if spec is not None]
     profiles = [each for spec in specs for each in spec.profiles if launch_hash(spec, each) == replica.launch]
     classes: set[str] = set()
@@ -66,7 +70,7 @@ def _whole(replica: Replica, orders: list[Assignment]) -> Iterator[Violation]:
             yield Violation(number=3, what=what)
 
 
-def _gang(index: Index, replica: Replica, orders: list[Assignment]) -> Iterator[Violation]:
+def _gang(index: Index, replica: Replica, orders: list[Assignment], lately: Lately) -> Iterator[Violation]:
     """Its shards know one another, in one fabric, on ports that no other gang has on any of their nodes."""
     gang = orders[0].gang
     if any(order.gang != gang for order in orders):
@@ -81,10 +85,24 @@ def _gang(index: Index, replica: Replica, orders: list[Assignment]) -> Iterator[
         yield Violation(number=2, what=f"{replica.id} is in {replica.fabric}, its gang in {gang.fabric}")
     if [(peer.rank, peer.node) for peer in gang.peers] != [(shard.rank, shard.node) for shard in replica.shards]:
         yield Violation(number=2, what=f"the gang of {replica.id} has other members than its shards")
-    names = {name for shard in replica.shards for name in index.assignments_on.get(shard.node, ())}
-    for other in filter(None, (index.assignments.record(name) for name in sorted(names))):
-        if other.replica != replica.id and other.gang is not None and set(other.gang.ports) & set(gang.ports):
-            yield Violation(number=1, what=f"{replica.id} and {other.replica} share gang ports on {other.node}")
+    yield from _ports(index, replica, gang, lately)
+
+
+def _ports(index: Index, replica: Replica, gang: Gang, lately: Lately) -> Iterator[Violation]:
+    """1, of the ports of a gang: its record claims them, each of its nodes has them, and no gang there has one too.
+
+    Whoever has a member there still has its ports when that one is released, until the last of them is gone.
+    """
+    if not gang.ports or replica.ports != (min(gang.ports), max(gang.ports)):
+        yield Violation(number=1, what=f"{replica.id} claims the ports {replica.ports}, its gang has {gang.ports}")
+    for node in (shard.node for shard in replica.shards):
+        ranges = [facts.gang_ports or GANG_PORTS for facts in lately.facts(index, node)]
+        if not any(low <= min(gang.ports) and max(gang.ports) <= high for low, high in ranges):
+            yield Violation(number=1, what=f"{replica.id} has gang ports that {node} does not have")
+        there = {name: index.replicas.record(name) for name in index.replicas_on.get(node, ()) if name != replica.id}
+        taken = {name: range(each.ports[0], each.ports[1] + 1) for name, each in there.items() if each and each.ports}
+        for name in sorted(name for name, ports in taken.items() if not set(ports).isdisjoint(gang.ports)):
+            yield Violation(number=1, what=f"{replica.id} and {name} share gang ports on {node}")
 
 
 def _unknown(replica: Replica, shard: ReplicaShard) -> Iterator[Violation]:

@@ -16,6 +16,7 @@ import msgspec
 from hypothesis import strategies as st
 
 from llmgw.core.catalog import ModelSpec, Profile, Task, launch_hash
+from llmgw.core.gang_ports import PORTS
 from llmgw.core.ids import replica_id, shard_name
 from llmgw.core.invariants import check, require
 from llmgw.core.node import Facts
@@ -230,6 +231,7 @@ def _resident(
     ordered = not dice.one_in(8)  # or the order to stop got lost
     wanted = Desired.STOPPED if leaving and ordered else Desired.RUNNING
     gang = _gang(c, record)
+    record = msgspec.structs.replace(record, ports=None if gang is None else gang.block)
     orders = [
         Assignment(
             node=shard.node,
@@ -261,8 +263,8 @@ def _gang(c: Cluster, replica: Replica) -> Gang | None:
     if replica.fabric is None:
         return None
     peers = tuple(Peer(rank=shard.rank, node=shard.node, address="127.0.0.1") for shard in replica.shards)
-    first = 21000 + 10 * len(c.index.replicas)
-    return Gang(fabric=replica.fabric, peers=peers, ports=tuple(range(first, first + len(peers))))
+    first = 21000 + PORTS * len(c.index.replicas)
+    return Gang(fabric=replica.fabric, peers=peers, ports=tuple(range(first, first + PORTS)))
 
 
 RUNS: Final = (

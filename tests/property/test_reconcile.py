@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from llmgw.core.catalog import NodeSpec
-from llmgw.core.invariants import check_explained, require, unconverged
+from llmgw.core.invariants import check_explained, require, unanswered, unconverged
 from llmgw.core.node import Liveness
 from llmgw.core.plan import Plan, Put
 from llmgw.core.replica import Replica
@@ -56,6 +56,27 @@ def turn(c: Cluster) -> None:
         again = c.plan()
         assert not again.groups, again.groups
         require(check_explained(c.index))
+        unheard(c)
+
+
+def unheard(c: Cluster) -> None:
+    """Whoever runs something unordered, and would hear it, has had a word (5), unless it can't be read what of.
+
+    A gang may wait for its other members, whose nodes have not noticed yet.
+    """
+    meta, fleet = c.index.meta, c.index.fleet
+    assert meta is not None
+    if c.index.corrupted or meta.record is None or fleet is None or fleet.record is None:
+        return
+    if fleet.record.incarnation != meta.record.incarnation:
+        return
+    for name in unanswered(c.index):
+        report = c.index.reports.record(name)
+        session = None if report is None else c.index.sessions.record(report.node)
+        assert report is not None
+        assert session is not None
+        waits = report.order is not None and report.order.gang is not None
+        assert waits or session.store != meta.record.incarnation, name
 
 
 def fresh(c: Cluster, plan: Plan) -> list[Replica]:

@@ -29,6 +29,8 @@ from llmgw.testing.cluster import Cluster, cpu_profile, gpu
 IB = (Fabric(name="ib0", hcas=("mlx5_0",)), Fabric(name="ib1", hcas=("mlx5_1",)))
 GPUS = tuple(gpu(i, memory_bytes=80 * GB) for i in range(4))
 
+PORTS = tuple(range(21500, 21516))
+
 Writes = list[tuple[Kind, str, Record | None]]
 
 
@@ -63,7 +65,8 @@ def again(c: Cluster, model: str, *, claims: dict[int, Claim] | None = None, **f
     shards = tuple(
         msgspec.structs.replace(shard, claim=(claims or {}).get(shard.rank, _next(shard))) for shard in replica.shards
     )
-    record = msgspec.structs.replace(replica, id=new, shards=shards, **fields)
+    ports = None if replica.ports is None else (PORTS[0], PORTS[-1])
+    record = msgspec.structs.replace(replica, id=new, shards=shards, **({"ports": ports} | fields))
     orders = [
         msgspec.structs.replace(order, replica=new, claim=shard.claim, desired=_first(order), gang=_gang(order))
         for order, shard in zip(orders_of(c, replica), shards, strict=True)
@@ -86,7 +89,7 @@ def _first(order: Assignment) -> Desired:
 
 
 def _gang(order: Assignment) -> object:
-    return None if order.gang is None else msgspec.structs.replace(order.gang, ports=(21500, 21501))
+    return None if order.gang is None else msgspec.structs.replace(order.gang, ports=PORTS)
 
 
 def changed(writes: Writes, change: Callable[[Assignment], Assignment], *, rank: int) -> Writes:
@@ -254,11 +257,22 @@ def test_inv3_a_gang_of_two_builds() -> None:
 
 def test_inv1_two_gangs_with_the_same_ports_on_a_node() -> None:
     c = cluster("gang")
-    old = orders_of(c, c.one("gang"))[0]
-    writes = again(c, "gang")
+    old, saved = c.one("gang"), orders_of(c, c.one("gang"))[0]
+    writes = again(c, "gang", ports=old.ports)
     for rank in (0, 1):
-        writes = changed(writes, lambda order: msgspec.structs.replace(order, gang=old.gang), rank=rank)
-    assert f"invariant 1: gang-zzzzz and {old.replica} share gang ports on n1" in said(c, *writes)
+        writes = changed(writes, lambda order: msgspec.structs.replace(order, gang=saved.gang), rank=rank)
+    found = said(c, *writes)
+    assert found == [f"invariant 1: gang-zzzzz and {old.id} share gang ports on {node}" for node in ("n1", "n2")]
+
+
+def test_inv1_gang_ports_that_are_not_claimed_or_that_a_node_does_not_have() -> None:
+    c = cluster("gang")
+    writes = again(c, "gang", ports=None)
+    facts(c, "n2", gang_ports=(21000, 21499))
+    assert said(c, *writes) == [
+        f"invariant 1: gang-zzzzz claims the ports None, its gang has {PORTS}",
+        "invariant 1: gang-zzzzz has gang ports that n2 does not have",
+    ]
 
 
 def test_inv2_a_gang_of_one_or_with_other_members() -> None:
