@@ -28,6 +28,13 @@ test: setup ## every test; T='tests/unit -k word' for some
 mutants: setup ## one small bug at a time, each must be noticed; M='--only A-01' for some
 	$(PYTHON) scripts/mutants.py $(M)
 
+.PHONY: soak
+soak: soak-sim soak-property ## everything that is run for hours: many more seeds, many more clusters
+
+.PHONY: soak-sim
+soak-sim: setup ## storms of the simulation on all cores; SEEDS=5000 FROM=0
+	$(PYTHON) scripts/soak_sim.py --seeds $(or $(SEEDS),5000) --from $(or $(FROM),0)
+
 .PHONY: soak-property
 soak-property: setup ## the properties of the core on 20,000 random clusters, seeds printed; S='--clusters 1000 --seed 1'
 	$(PYTHON) scripts/soak_property.py $(S)
@@ -39,6 +46,10 @@ bench-store: setup ## calls a second and the cost of a long listing, on an etcd 
 .PHONY: bench-gateway
 bench-gateway: setup ## CPU of a request and of a streamed chunk, beside HAProxy's; B='--rounds 3'
 	$(PYTHON) bench/gateway.py $(B)
+
+.PHONY: bench-sim
+bench-sim: setup ## virtual seconds of a storm a second, 3 controllers and 50 nodes; B='--nodes 5'
+	$(PYTHON) bench/sim.py $(B)
 
 .PHONY: bench-placement
 bench-placement: setup ## placements a second, passes and memory of fleets up to 10,000 nodes; B='--nodes 1000'

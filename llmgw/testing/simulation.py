@@ -54,7 +54,7 @@ class Broken(AssertionError):
     def __init__(self, seed: int, what: str, story: str) -> None:
         self.seed, self.what, self.story = seed, what, story
         end = "\n".join(story.splitlines()[-STORY_TOLD:])
-        super().__init__(f"seed {seed}: {what}\n{end}\nrepeat with: make soak FROM={seed} SEEDS=1")
+        super().__init__(f"seed {seed}: {what}\n{end}\nrepeat with: make soak-sim FROM={seed} SEEDS=1")
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,7 +8,7 @@ import pytest
 
 from llmgw.testing.simulation import Outcome
 
-SEEDS = 50
+SEEDS = 200
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -22,7 +22,7 @@ class Tally:
     def __init__(self) -> None:
         self.outcomes: list[Outcome] = []
         self.wanted: list[int] = []
-        self.real_s = 0.0
+        self.cpu_s = 0.0
 
     @property
     def totals(self) -> Counter[str]:
@@ -32,9 +32,9 @@ class Tally:
         totals, virtual_s = self.totals, sum(outcome.virtual_s for outcome in self.outcomes)
         settled_s = sorted(outcome.settled_s for outcome in self.outcomes)
         faults = sum(count for name, count in totals.items() if name.startswith("fault "))
-        speed = virtual_s / self.real_s
+        speed = virtual_s / self.cpu_s
         return [
-            f"{len(self.outcomes)} seeds, {virtual_s:.0f} virtual seconds, {speed:.0f} of them a second",
+            f"{len(self.outcomes)} seeds, {virtual_s:.0f} virtual seconds, {speed:.0f} of them a processor second",
             f"{faults} faults, {totals['term'] - len(self.outcomes)} changes of leader",
             f"settled after {settled_s[len(settled_s) // 2]:.0f} s (median), {settled_s[-1]:.0f} s (longest)",
             ", ".join(f"{name} {count}" for name, count in sorted(totals.items())),
