@@ -115,13 +115,14 @@ def observe(view: View, index: Index, now: Now) -> View:
 
     By this leader's monotonic clock, so that no wall clock can end a load; the next leader counts anew.
     """
-    seen: dict[str, Forming] = {}
-    for each in index.forming:
-        replica = index.replicas.record(each)
-        if replica is not None:
-            step, known = _step(index, replica), view.forming.get(each)
-            seen[each] = known if known is not None and known.step == step else Forming(step=step, mono_s=now.mono_s)
+    there = (index.replicas.record(each) for each in index.forming)
+    seen = {replica.id: _seen(view, index, replica, now) for replica in there if replica is not None}
     return view if seen == view.forming else msgspec.structs.replace(view, forming=seen)
+
+
+def _seen(view: View, index: Index, replica: Replica, now: Now) -> Forming:
+    step, known = _step(index, replica), view.forming.get(replica.id)
+    return known if known is not None and known.step == step else Forming(step=step, mono_s=now.mono_s)
 
 
 def _step(index: Index, replica: Replica) -> tuple[object, ...]:

@@ -110,8 +110,6 @@ def _unordered(index: Index, replica: Replica, shard: ReplicaShard) -> bool:
     """Whether a shard that must stop has no order to. While it runs, its node will say that nothing orders it."""
     name = shard_name(shard.node, replica.id, shard.rank)
     order, report = index.assignments.record(name), index.reports.record(name)
-    if shard.released:
-        return False
     if order is None:
         return report is None or report.phase in GONE
     return order.desired is not Desired.STOPPED

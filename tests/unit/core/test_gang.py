@@ -643,6 +643,21 @@ def test_a_shard_stopped_in_a_lost_history_fails_the_gang_and_blames_no_node() -
     assert state(c).failed_nodes == {}
 
 
+def test_an_order_that_is_gone_fails_the_gang_once_its_node_can_tell_that_nothing_runs() -> None:
+    c = fleet(4)
+    replica = ready_gang(c)
+    away = where(replica, 1)
+    c.away(away)
+    c.meddle((Kind.ASSIGNMENT, name(replica, 1), None), (Kind.SHARD, name(replica, 1), None))
+    c.step()
+    assert by_id(c, replica).phase is P.READY
+    c.back(away)
+    c.step()
+    failed = by_id(c, replica)
+    assert (failed.phase, failed.retire) == (P.FAILED, Retire.UNKNOWN)
+    assert {each.desired for each in orders(c, replica)} == {Desired.STOPPED}
+
+
 def test_a_claim_on_a_node_that_cannot_answer_stays_and_holds_nobody_else() -> None:
     c = fleet(4)
     old = ready_gang(c)
