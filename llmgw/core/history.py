@@ -57,7 +57,8 @@ class Checker:
 
     stale: set[str] = field(default_factory=set)
     """Shards whose reports were made in a history that is gone: what their nodes say next may be anything."""
-
+    undone: set[tuple[str, str]] = field(default_factory=set)
+    """(node, store) of the sessions of that history: what was sent in it may land late, in the restored store."""
     lately: Lately = field(default_factory=Lately)
 
     def __post_init__(self) -> None:
@@ -65,6 +66,7 @@ class Checker:
 
     def reset(self, changes: Iterable[Change], *, revision: int) -> list[Violation]:
         """Another store, or one whose history is unknown: take it as it is."""
+        self.undone = {(session.node, session.store) for session in self.index.sessions.records()}
         self.index = Index()
         self.lately = Lately(late=self.fenced)
         self.index.reset(changes, revision=revision)
@@ -81,7 +83,7 @@ class Checker:
         found: list[Violation] = []
         if any(change.ref.kind in LEADERS for change in happened):
             found += before.fence(self.index) if self.fenced else ()
-            found += before.restored(self.index)
+            found += before.restored(self.index, undone=self.undone)
             found += before.claims(self.index)
             found += before.handed_out(self.index, self.lately)
             found += before.retired(self.index, self.lately)
@@ -169,7 +171,7 @@ class _Before:
         if head is not None and head.term != term:
             yield Violation(number=4, what=f"term {head.term} wrote while term {term} reigned")
 
-    def restored(self, after: Index) -> Iterator[Violation]:
+    def restored(self, after: Index, *, undone: set[tuple[str, str]]) -> Iterator[Violation]:
         """6: the rule for a restored store ends when every node has reported to it or is Lost, or by an operator."""
         if not self.restoring or self._restoring(after) or after.meta is None or after.meta.record is None:
             return
@@ -179,8 +181,9 @@ class _Before:
             return
         for name in after.nodes():
             session, state = after.sessions.record(name), after.node_states.record(name)
+            here = (session is not None and session.store == incarnation) or (name, incarnation) in undone
             lost = state is not None and state.liveness is Liveness.LOST
-            if not lost and not _declared_gone(after, name) and (session is None or session.store != incarnation):
+            if not here and not lost and not _declared_gone(after, name):
                 yield Violation(number=6, what=f"the store counts as adopted, and {name} has not reported to it")
 
     def claims(self, after: Index) -> Iterator[Violation]:
