@@ -295,7 +295,7 @@ def release(
         if shard.released or confirmed or shard.node in gone:
             ended.append(shard)
             if row is not None and (confirmed or shard.node in gone):
-                # What a machine that was declared gone still runs when it is back is told to stop, and that order stays.
+                # What a machine that was declared gone still runs when it is back is told to stop; that order stays.
                 writes.append(Delete(ref=Ref(Kind.ASSIGNMENT, name)))
     if len(ended) == len(replica.shards):
         return "end", (
