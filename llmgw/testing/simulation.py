@@ -163,7 +163,8 @@ def play(scenario: Callable[[Run], Awaitable[None]], *, seed: int = 0, sizes: Si
         judge = Judge(cluster)
         with _heard(judge), _told(seed, judge):
             async with anyio.create_task_group() as tasks:
-                fleet = Fleet(tasks, cluster, seed=seed, sizes=sizes or Sizes(), witness=judge, temper=storm.temper)
+                temper = lambda order: storm.temper(order)  # noqa: E731, PLW0108  # a story may put another in its place
+                fleet = Fleet(tasks, cluster, seed=seed, sizes=sizes or Sizes(), witness=judge, temper=temper)
                 storm.begin(fleet, judge)
                 judge.attach()
                 run = Run(fleet, judge, storm)
