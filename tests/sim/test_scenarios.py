@@ -10,51 +10,26 @@ from llmgw.core.explain import Constraint
 from llmgw.core.node import Liveness
 from llmgw.core.record import StoreMeta
 from llmgw.core.replica import ReplicaPhase, ReplicaShard
-from llmgw.core.routing import route_table
 from llmgw.core.snapshot import Kind, Ref
 from llmgw.store import codec, keys
 from llmgw.store.port import PutOp
 from llmgw.testing.faults import Fate, Link, Operations, TxnFault, once
+from llmgw.testing.scenario import SOON_S, always, calm, liveness, pids, routed
 from llmgw.testing.sim_fleet import Process, Sizes
 from llmgw.testing.sim_machine import Temper
 from llmgw.testing.simulation import Run, play
 from llmgw.testing.storm_faults import plans
 from llmgw.testing.storm_models import model
 
-SOON_S = 60.0
-
 
 async def up(run: Run, *specs: tuple[str, float, int]) -> None:
     """Everything runs, and so many replicas of each model (name, GB, replicas) are ready."""
-    run.storm.temper = lambda _: Temper(loads_s=3)  # type: ignore[method-assign]  # engines without tempers
+    run.storm.temper = calm  # type: ignore[method-assign]  # engines without tempers
     run.fleet.start()
     for name, memory_gb, replicas in specs:
         run.storm.models[name] = model(name, memory_gb=memory_gb, replicas=replicas)
     await run.storm.apply()
     await run.settle(within_s=SOON_S)
-
-
-def pids(run: Run) -> dict[str, int]:
-    """Every engine that lives: its shard and process."""
-    return {
-        f"{machine.name}/{engine.shard}": engine.process.pid
-        for machine in run.fleet.machines
-        for engine in machine.running()
-    }
-
-
-def routed(run: Run, name: str) -> bool:
-    """Whether the gateway has a route to the model."""
-    view = run.fleet.gateway.view
-    return view is not None and bool(route_table(view.index).routes.get(name))
-
-
-async def always(run: Run, holds: Callable[[], bool], *, what: str) -> None:
-    """Run beside a story: the condition must hold at every tenth of a second."""
-    while True:
-        if not holds():
-            run.judge.wrong(f"not always: {what}")
-        await anyio.sleep(0.1)
 
 
 def story(scenario: Callable[[Run], Awaitable[None]], **sizes: float) -> None:
@@ -76,9 +51,9 @@ def test_the_replicas_of_a_lost_node_move_and_the_router_never_runs_empty() -> N
             tasks.start_soon(lambda: always(run, lambda: routed(run, "m"), what="m has a route"))
             went_s = anyio.current_time()
             await run.fleet.power_off(lost)
-            await run.until(lambda: _liveness(run, name) is Liveness.UNREACHABLE, within_s=40, what="seen to be away")
+            await run.until(lambda: liveness(run, name) is Liveness.UNREACHABLE, within_s=40, what="seen to be away")
             replicas = set(index.replicas)
-            await run.until(lambda: _liveness(run, name) is Liveness.LOST, within_s=400, what="declared Lost")
+            await run.until(lambda: liveness(run, name) is Liveness.LOST, within_s=400, what="declared Lost")
             assert anyio.current_time() - went_s >= run.fleet.sizes.lost_after_s
             await run.until(lambda: set(index.replicas) > replicas, within_s=5, what="a replacement is placed")
             await run.settle(within_s=SOON_S)
@@ -92,11 +67,6 @@ def test_the_replicas_of_a_lost_node_move_and_the_router_never_runs_empty() -> N
         assert len(pids(run)) == 2
 
     story(scenario)
-
-
-def _liveness(run: Run, name: str) -> Liveness | None:
-    state = run.judge.checker.index.node_states.record(name)
-    return None if state is None else state.liveness
 
 
 def test_a_node_that_comes_back_in_time_keeps_its_replicas_and_a_replacement_under_way_is_cancelled() -> None:
