@@ -40,6 +40,7 @@ class Draft:
 
     def __enter__(self) -> Self:
         self._dirty, self.index.dirty = self.index.dirty, self.touched
+        self.index.memo_before = {}
         return self
 
     def __exit__(
@@ -47,6 +48,8 @@ class Draft:
     ) -> None:
         self._back_to(0)
         self.index.dirty = self._dirty
+        before, self.index.memo_before = self.index.memo_before, None
+        self.index.memo.update((node, kept) for node, kept in (before or {}).items() if kept is not None)
 
     def emit(self, cause: str, *writes: Write, first: bool = False) -> None:
         """Decide a group; nothing happens without writes.

@@ -71,6 +71,7 @@ def judge_nodes(p: Pass, nodes: set[str]) -> None:
         there = name in index.sessions or name in index.facts or name in index.node_states
         if there and not _unreadable(index, name):
             _judge_node(p, name, lose=False)
+        node_inventory(index, name)  # placement will ask for it, and then for all of them at once
 
 
 def judge_fleet(p: Pass) -> bool:

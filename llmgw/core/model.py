@@ -54,9 +54,9 @@ from llmgw.core.snapshot import Index, Kind, Ref
 FAILED_NODES_MAX: Final = 32
 """Nodes remembered per model as having failed it lately; beyond that the oldest are forgotten."""
 
-JUDGED_PER_TRY: Final = 1000
-"""Judging so many nodes for the first time takes as long as placing a replica where they are known, about 1 ms: a pass
-that has to do so comes less far."""
+JUDGED_PER_TRY: Final = 100
+"""Judging so many nodes anew takes as long as placing a replica where they are known, about 1 ms: a pass that has to do
+so comes less far."""
 
 
 @dataclass(kw_only=True)

@@ -149,10 +149,8 @@ def _given_up(p: Pass) -> set[str]:
 
 def _touched_models(p: Pass, *, models: set[str], nodes: set[str]) -> set[str]:
     """Models that the changes since the last pass, and what this one has done so far, may concern."""
-    names, nodes = models | p.draft.touched.models, nodes | p.draft.touched.nodes
-    there = (p.index.replicas.record(each) for node in nodes for each in p.index.replicas_on.get(node, ()))
-    names |= {replica.model for replica in there if replica is not None}
-    return names | p.index.standing.pending if nodes else names
+    names = models | p.draft.touched.models
+    return names | p.index.standing.pending if nodes or p.draft.touched.nodes else names
 
 
 def _cost(index: Index, name: str) -> int:

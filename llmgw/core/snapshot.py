@@ -45,6 +45,7 @@ class Rest(msgspec.Struct, frozen=True, kw_only=True, order=True):
 class Dirty:
     """What changed since the last pass: models and nodes by name, `fleet` where it concerns none of them by itself.
 
+    What a node is concerns the models that have replicas there; what it holds, only those that wait for room.
     `short`: models that were looked at, but the pass ended before all that they lack was tried. `everything` after a
     reset or a global change: all is to be looked at, however many passes that takes. `rest`: such a look is under way,
     and this is what it has not come to yet.
@@ -101,6 +102,8 @@ class Index:
         """What concerns more than one node or model."""
         self.memo: dict[str, object] = {}
         """Node -> what `llmgw.core.inventory` derived from that node alone; dropped with whatever dirties the node."""
+        self.memo_before: dict[str, object] | None = None
+        """While a `Draft` is under way: what `memo` held of the nodes it has touched, to hold again when it is over."""
         self.kept: dict[str, object] = {}
         """What placement derived from many nodes at once, by whatever name it gives it; see `changed_nodes_since`."""
         self.tick = 0
@@ -237,6 +240,7 @@ class Index:
             dirty.models.add(ref.name)
         elif ref.kind in _DIRTIES_NODE:
             nodes.add(ref.name)
+            dirty.models |= set() if _same_to_models(records) else self._models_on(ref.name)
         elif ref.kind in _DIRTIES_EVERYTHING or (ref.kind is Kind.GENERATION and records[0] is None):
             dirty.everything = True
         elif ref.kind is Kind.FLEET:
@@ -262,9 +266,16 @@ class Index:
         for node in nodes:
             self._touch(node)
 
+    def _models_on(self, node: str) -> set[str]:
+        """Models with a replica on a node."""
+        there = (self.replicas.record(each) for each in self.replicas_on.get(node, ()))
+        return {replica.model for replica in there if replica is not None}
+
     def _touch(self, node: str) -> None:
         """Something of the node changed: what was derived from it is stale."""
-        self.memo.pop(node, None)
+        dropped = self.memo.pop(node, None)
+        if self.memo_before is not None:
+            self.memo_before.setdefault(node, dropped)
         self._changed.pop(node, None)
         self.tick += 1
         self._changed[node] = self.tick
@@ -322,6 +333,15 @@ class Index:
         if order is None:
             return False
         return live_shard(self.replicas.record(order.replica), node=order.node, rank=order.rank) is None
+
+
+def _same_to_models(records: tuple[Record | None, ...]) -> bool:
+    """Whether a node's old and new record say the same of what its replicas depend on: its engines and GPUs.
+
+    The rest of its facts (memory, labels, weights …) matters to what may come there, not to what is.
+    """
+    facts = [record for record in records if isinstance(record, Facts)]
+    return len(facts) == 2 and facts[0].engines == facts[1].engines and facts[0].gpus == facts[1].gpus
 
 
 def _link(joins: defaultdict[str, set[str]], key: str, name: str, *, keep: bool) -> None:

@@ -85,9 +85,9 @@ def test_what_is_dirty_follows_from_what_changed() -> None:
     cases: list[tuple[Kind, str, set[str], set[str]]] = [
         (Kind.MODEL, "m", {"m"}, set()),
         (Kind.MODEL_STATE, "m", {"m"}, set()),
-        (Kind.SESSION, "n1", set(), {"n1"}),
+        (Kind.SESSION, "n1", {"m"}, {"n1"}),
         (Kind.FACTS, "n1", set(), {"n1"}),
-        (Kind.NODE_STATE, "n1", set(), {"n1"}),
+        (Kind.NODE_STATE, "n1", {"m"}, {"n1"}),
         (Kind.SECRET, replica.id, {"m"}, {node}),
         (Kind.SHARD, name, {"m"}, {node}),
         (Kind.ASSIGNMENT, name, {"m"}, {node}),
@@ -105,6 +105,22 @@ def test_what_is_dirty_follows_from_what_changed() -> None:
         assert row is not None
         c.index.swap(Ref(kind), row)
         assert c.index.take_dirty() == expected, kind
+
+
+def test_facts_concern_a_nodes_replicas_where_these_depend_on_them_and_always_who_waits_for_room() -> None:
+    c = serving()
+    facts = c.index.facts.record("n1")
+    assert facts is not None
+    for changed, models in (
+        (msgspec.structs.replace(facts, memory_bytes=1, labels={"a": "b"}, weights=()), set()),
+        (msgspec.structs.replace(facts, engines=None), {"m"}),
+        (msgspec.structs.replace(facts, gpus=()), {"m"}),
+        (None, {"m"}),
+    ):
+        c.write(Kind.FACTS, "n1", facts)
+        c.index.take_dirty()
+        c.write(Kind.FACTS, "n1", changed)
+        assert c.index.take_dirty() == Dirty(models=models, nodes={"n1"}), changed
 
 
 def test_what_decides_nothing_dirties_nothing() -> None:
