@@ -29,14 +29,12 @@ from llmgw.store import codec, keys
 from llmgw.store.mirror import Mirror, mirror
 from llmgw.store.port import Compare, DeleteOp, Operation, PutOp, Store, absent, unchanged
 from llmgw_agent.event import Event, OrdersRead, OrdersSeen, SessionHeld
+from llmgw_agent.retry import RETRY_S, Retry
 from llmgw_agent.saying import Sayings
 from llmgw_agent.tree import Tree, TreeReader
 
 RECHECK_S: Final = 30.0
 """How long what was published is taken for granted: somebody may have deleted or overwritten it. One read each time."""
-
-RETRY_S: Final = 2.0
-"""Pause after the store failed us, seconds."""
 
 AGAIN_S: Final = 0.5
 """Pause between losing a session and registering again, so that no quarrel over a name becomes a hot loop."""
@@ -128,24 +126,26 @@ class SessionKeeper:
             log.warning("could not take leave of the store", extra={"fields": {"why": str(error)}})
 
     async def _hold(self, reflected: Mirror) -> None:
+        retry = Retry(self._phase)
         while True:
             try:
-                self.held = await self._register()
+                self.held = await self._register(retry)
             except StoreError as error:
                 self._trouble(error)
-                await anyio.sleep(RETRY_S)
+                await anyio.sleep(retry.failed())
             else:
+                retry.worked()
                 await self._serve(self.held, reflected)
                 await anyio.sleep(AGAIN_S)
 
     # --- registering --------------------------------------------------------------------------------------------
 
-    async def _register(self) -> Held:
+    async def _register(self, retry: Retry) -> Held:
         """Wait until the name is ours, then write session, facts and the full report at once. Raises: StoreError."""
         while True:
             tree = await self._reader.read([self._session, self._facts, self._shards])
             if tree is None:
-                await anyio.sleep(RETRY_S)
+                await anyio.sleep(retry.failed())
                 continue
             lease = await self._claim(tree)
             if lease is None:
@@ -255,7 +255,7 @@ class SessionKeeper:
 
     async def _keep_alive(self, held: Held) -> None:
         """Renew the lease every third of its time; own task, so that nothing else can be in its way."""
-        every_s = self._config.session_ttl_s / 3
+        every_s, retry = self._config.session_ttl_s / 3, Retry(self._phase)
         await anyio.sleep(every_s * self._phase)
         while True:
             try:
@@ -264,13 +264,14 @@ class SessionKeeper:
                 raise
             except StoreError as error:
                 self._trouble(error)
-                await anyio.sleep(RETRY_S)
+                await anyio.sleep(retry.failed())
             else:
+                retry.worked()
                 await anyio.sleep(every_s)
 
     async def _keep_published(self, held: Held) -> None:
         version = 0
-        unsure = False
+        unsure, retry = False, Retry(self._phase)
         read_again_s = anyio.current_time() + RECHECK_S
         while True:
             try:
@@ -284,8 +285,9 @@ class SessionKeeper:
             except StoreError as error:
                 unsure = unsure or isinstance(error, OutcomeUnknown)
                 self._trouble(error)
-                await anyio.sleep(RETRY_S)
+                await anyio.sleep(retry.failed())
             else:
+                retry.worked()
                 with anyio.CancelScope(deadline=read_again_s):
                     version = await self._desk.wait_changed(version)
                 unsure = anyio.current_time() >= read_again_s
@@ -345,6 +347,7 @@ class SessionKeeper:
             acted = sign
 
     async def _read_patiently(self) -> Tree:
+        retry = Retry(self._phase)
         while True:
             try:
                 tree = await self._reader.read([self._session])
@@ -353,7 +356,7 @@ class SessionKeeper:
                 tree = None
             if tree is not None:
                 return tree
-            await anyio.sleep(RETRY_S)
+            await anyio.sleep(retry.failed())
 
     def _sign(self, reflected: Mirror) -> object:
         """What the mirror knows that orders depend on; only a sign that it is time to read."""

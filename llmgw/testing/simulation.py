@@ -101,9 +101,7 @@ class Run:
         view = self.fleet.gateway.view
         if view is None or route_table(view.index) != route_table(index):
             found.append("the gateway routes by an old state")
-        serving = {
-            engine.incarnation for machine in self.fleet.machines for engine in machine.running() if engine.serves
-        }
+        serving = self._serving()
         for routes in self.judge.routes().values():
             found += [
                 f"{route.replica} is routed but does not serve" for route in routes if route.incarnation not in serving
@@ -135,21 +133,25 @@ class Run:
             self.judge.check_answered(healthy_s=healthy_s)
             self._check_gateway(lacking_s)
 
+    def _serving(self) -> set[str]:
+        """The incarnations of all engines that would answer a request."""
+        return {engine.incarnation for machine in self.fleet.machines for engine in machine.running() if engine.serves}
+
     def _check_gateway(self, lacking_s: dict[str, float]) -> None:
         """Invariant 6 at the gateway: while something serves, and the gateway can know, it has a route."""
         view = self.fleet.gateway.view
         if view is None or not view.ready or not self.storm.gateway_calm:
             lacking_s.clear()
             return
-        serving = {
-            engine.incarnation for machine in self.fleet.machines for engine in machine.running() if engine.serves
-        }
         if self._seen[0] != (view, view.changes):
             self._seen = (view, view.changes), route_table(view.index).routes
         seen = self._seen[1]
         now_s = anyio.current_time()
+        serving: set[str] | None = None
         for model, routes in self.judge.routes().items():
-            if seen.get(model) or not any(route.incarnation in serving for route in routes):
+            if not seen.get(model) and serving is None:
+                serving = self._serving()
+            if serving is None or seen.get(model) or not any(route.incarnation in serving for route in routes):
                 lacking_s.pop(model, None)
             elif now_s - lacking_s.setdefault(model, now_s) > GATEWAY_LAG_S:
                 self.judge.wrong(f"invariant 6: {model} serves, and the gateway has had no route for {GATEWAY_LAG_S} s")

@@ -38,7 +38,7 @@ GAPS_S: Final = ((5.0, 90.0), (5.0, 90.0), (1.0, 20.0))
 DEMAND_S: Final = (5.0, 90.0)
 """Between two changes of what people ask of a model."""
 
-NODES_PER_MODEL: Final = 8
+NODES_PER_MODEL: Final = 12
 """In a large fleet there are more models: one more for so many nodes."""
 
 

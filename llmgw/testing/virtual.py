@@ -35,9 +35,9 @@ class JumpingClock(trio.abc.Clock):
 
     def __init__(self) -> None:
         self._now_s = 0.0
-        self._pauses: list[tuple[float, int, trio.lowlevel.Task]] = []
+        self._pauses: list[tuple[float, int, list[trio.lowlevel.Task]]] = []
+        """A heap of (until when, which, whose); of nobody any more once it was cancelled."""
         self._count = 0
-        self._gone: set[int] = set()
 
     def start_clock(self) -> None:
         """Nothing to do."""
@@ -46,10 +46,11 @@ class JumpingClock(trio.abc.Clock):
         return self._now_s
 
     def deadline_to_sleep_time(self, deadline: float) -> float:
-        while self._pauses and self._pauses[0][1] in self._gone:
-            self._gone.discard(heapq.heappop(self._pauses)[1])
-        if self._pauses and self._pauses[0][0] <= deadline:
-            self._now_s, _, task = heapq.heappop(self._pauses)
+        pauses = self._pauses
+        while pauses and not pauses[0][2]:
+            heapq.heappop(pauses)
+        if pauses and pauses[0][0] <= deadline:
+            self._now_s, _, [task] = heapq.heappop(pauses)
             trio.lowlevel.reschedule(task)
         elif deadline == math.inf:
             return math.inf  # whatever happens next, it is not the time that brings it
@@ -60,11 +61,11 @@ class JumpingClock(trio.abc.Clock):
     async def pause(self, seconds: float) -> None:
         """As `trio.sleep`, without a cancel scope of its own that ends by an exception: a third of the cost."""
         self._count += 1
-        number = self._count
-        heapq.heappush(self._pauses, (self._now_s + seconds, number, trio.lowlevel.current_task()))
+        whose = [trio.lowlevel.current_task()]
+        heapq.heappush(self._pauses, (self._now_s + seconds, self._count, whose))
 
         def abort(_: object) -> trio.lowlevel.Abort:
-            self._gone.add(number)
+            whose.clear()
             return trio.lowlevel.Abort.SUCCEEDED
 
         await trio.lowlevel.wait_task_rescheduled(abort)
