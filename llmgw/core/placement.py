@@ -170,13 +170,13 @@ def place(inventory: Inventory, spec: ModelSpec, *, failed: frozenset[str] = fro
     """
     ledger = ledger_of(inventory.index)
     standing = Standing(model=spec.name, source=spec.source, failed=failed)
-    leaning = Leaning(failed, ledger.holders.get(spec.source, frozenset()), _replicas(inventory, spec.name))
+    leaning = Leaning(failed, ledger.holders.get(spec.source, frozenset()), ledger.replicas.get(spec.name, {}))
     counts: dict[tuple[str, Constraint], int] = {}
     near: list[Refusal] = []
     if not spec.profiles:
         return rejected([Refusal(constraint=Constraint.NO_PROFILES, profile="")])
     for profile in by_priority(spec):
-        whole = _whole(inventory, profile, nodes=len(ledger.figures))
+        whole = _whole(inventory, profile, nodes=len(ledger.nodes))
         if whole is not None:
             counts[profile.name, whole.constraint] = 1
             near.append(whole)
@@ -188,17 +188,8 @@ def place(inventory: Inventory, spec: ModelSpec, *, failed: frozenset[str] = fro
         drawn = _draw_one(prospect, leaning) if profile.nodes == 1 else _draw_gang(inventory, prospect, leaning)
         if drawn is not None:
             return _placement(inventory, profile, drawn, standing, refused=most(counts), near=near)
-    judged = len(ledger.figures) if any(refusal.node for refusal in near) else 0
+    judged = len(ledger.nodes) if any(refusal.node for refusal in near) else 0
     return Rejection(refused=most(counts), nearest=nearest(near), nodes=judged)
-
-
-def _replicas(inventory: Inventory, model: str) -> dict[str, int]:
-    """Node -> how many live replicas of the model it has; without those that have none."""
-    index = inventory.index
-    there = (index.replicas.record(each) for each in index.replicas_of.get(model, ()))
-    nodes = {shard.node for replica in there if replica is not None for shard in replica.shards}
-    found = ((node, inventory.node(node).live_replicas.get(model, 0)) for node in nodes)
-    return {node: count for node, count in found if count}
 
 
 def _draw_one(prospect: Prospect, leaning: Leaning) -> Draw | None:
@@ -220,7 +211,9 @@ def _draw_gang(inventory: Inventory, prospect: Prospect, leaning: Leaning) -> Dr
         rate = min(rate_gbps(inventory.node(each.node), pool.fabric) for each in members)
         return quality(pool, members, preference=prospect.preference(pool, members), rate_gbps=rate)
 
-    best = min(drawn, key=goodness)
+    worst = {pool: [each[:-1] for each in reversed(members)] for pool, (members, _) in drawn.items()}
+    least = min(worst.values())
+    best = min((pool for pool in drawn if worst[pool] == least), key=goodness)  # most are out before they are looked at
     nodes = tuple(each.node for each in drawn[best][0])
     others = [(each, pool) for pool, ways in drawn.items() for way in ways for each in way if each.node not in nodes]
     other = min(others, default=None)

@@ -22,7 +22,7 @@ from llmgw.core.inventory import NodeInventory
 from llmgw.core.sieve import Amount, Cell, Kind, Load, Sieve
 
 FEW: Final = 256
-"""Up to so many nodes with a model's weights are looked at one by one. Of more, one with room is soon met in order."""
+"""Up to so many nodes with a model's weights are looked at one by one. Of more, some are as a rule met early on."""
 
 ASKED_MAX: Final = 64
 """Profiles of one shape whose nearest misses are remembered: those that differ in name or amounts."""
@@ -70,8 +70,10 @@ class Prospect:
         self._open: dict[Cell, int] = {}
         """Cells of which some have room -> from where on in `rooms`."""
         self._offers: dict[Cell, list[Pool]] = {}
+        self._cells: dict[Pool, list[Cell]] = {}
         self._sizes: dict[Pool, int] = {}
         """How many nodes with room offer themselves to each pool."""
+        self._held: AbstractSet[Pool] | None = None
         self._short: dict[Constraint, list[tuple[int, Cell]]] = {}
         """Cells with too few free GPUs, and how many too few."""
         self._tight: list[tuple[Cell, int, int]] = []
@@ -113,6 +115,7 @@ class Prospect:
             self._offers[cell] = offers
             for pool in offers:
                 self._sizes[pool] = self._sizes.get(pool, 0) + len(cell.names) - start
+                self._cells.setdefault(pool, []).append(cell)
         self.pools = [pool for pool, size in self._sizes.items() if size >= self.profile.nodes and self._meet_in(pool)]
         for constraint, cells in self._lonely().items():
             self._note(constraint, sum(len(cell.names) - self._open[cell] for cell in cells))
@@ -120,15 +123,12 @@ class Prospect:
     def _meet_in(self, pool: Pool) -> bool:
         """Whether some nodes of a pool have gang ports in common; as a rule any have."""
         nodes = self.profile.nodes
-        names = (name for cell in self._cells(pool) for _, name in _from(cell.rooms, self._open[cell]))
+        names = (name for cell in self._cells[pool] for _, name in _from(cell.rooms, self._open[cell]))
         first = self._ports(islice(names, nodes))
         return common(first) != 0 or meet([*first, *self._ports(names)], nodes) is not None
 
     def _ports(self, names: Iterable[str]) -> list[int]:
-        return [self._seats[name][1].node.gang_starts for name in names]
-
-    def _cells(self, pool: Pool) -> list[Cell]:
-        return [cell for cell, pools in self._offers.items() if pool in pools]
+        return [self._seats[name][1].gang_starts for name in names]
 
     def _lonely(self) -> dict[Constraint, list[Cell]]:
         """Cells with room none of whose pools gives a gang, by what it lacks: nodes, or ports in common."""
@@ -206,7 +206,7 @@ class Prospect:
         failed, holders = leaning.failed, leaning.holders
         found: list[Candidate] = []
         for group in (
-            self._with_weights(leaning),
+            self._with_weights(leaning, want),
             (each for each in self._in_order() if each[3] not in holders and each[3] not in failed),
             self._among(failed & holders),
             self._among(failed - holders),
@@ -215,11 +215,14 @@ class Prospect:
                 found += _spread(group, leaning.replicas, want - len(found))
         return [each[3:] for each in found]
 
-    def _with_weights(self, leaning: Leaning) -> Iterable[Candidate]:
-        failed, holders = leaning.failed, leaning.holders
-        if len(holders) <= FEW:
-            return self._among(holders - failed)
-        return (each for each in self._in_order() if each[3] in holders and each[3] not in failed)
+    def _with_weights(self, leaning: Leaning, want: int) -> list[Candidate]:
+        failed, holders, replicas = leaning
+        if len(holders) > FEW:
+            first = islice(self._in_order(), FEW)
+            found = [each for each in first if each[3] in holders and each[3] not in failed]
+            if sum(each[3] not in replicas for each in found) >= want:
+                return found
+        return self._among(holders - failed)
 
     def _among(self, names: AbstractSet[str]) -> list[Candidate]:
         """Of these nodes those with room, best first; one stands here for each class of its GPUs with enough free."""
@@ -265,18 +268,30 @@ class Prospect:
 
     def _members(self, pool: Pool, leaning: Leaning, want: int) -> list[Member]:
         """The first `want` nodes with room in a pool, best first."""
-        loads = [self._loads(cell) for cell in self._cells(pool)]
+        if pool not in self._pools_of(leaning.holders):
+            leaning = leaning._replace(holders=frozenset())
+        loads = [self._loads(cell) for cell in self._cells[pool]]
         late: list[Member] = []
         found: list[Member] = []
         for load, same in groupby(loads[0] if len(loads) == 1 else heapq.merge(*loads), key=itemgetter(0, 1)):
-            names = [name for _, _, name in same]
+            names = (name for _, _, name in same)
             if leaning.failed:
-                late += (_member(load, name, leaning) for name in names if name in leaning.failed)
-                names = [name for name in names if name not in leaning.failed]
+                here = list(names)
+                late += (_member(load, name, leaning) for name in here if name in leaning.failed)
+                names = (name for name in here if name not in leaning.failed)
             found += _alike(load, names, leaning, want - len(found))
             if len(found) == want:
                 return found
         return [*found, *sorted(late)[: want - len(found)]]
+
+    def _pools_of(self, holders: AbstractSet[str]) -> AbstractSet[Pool]:
+        """The pools in which there may be one of these nodes."""
+        if self._held is None and len(holders) <= FEW:
+            cells = {seat[0] for name in holders if (seat := self._seats.get(name)) is not None}
+            self._held = {pool for cell in cells for pool in self._offers.get(cell, ())}
+        elif self._held is None:
+            self._held = set(self.pools)
+        return self._held
 
     def _loads(self, cell: Cell) -> Iterable[Load]:
         """The nodes of an open cell that have room, the emptiest first."""
@@ -310,16 +325,23 @@ def _spread(ranked: Iterable[Candidate], replicas: Mapping[str, int], want: int)
     return [*fresh, *others][:want]
 
 
-def _alike(load: tuple[int, int], names: list[str], leaning: Leaning, want: int) -> list[Member]:
-    """The first `want` of members with equal load, from names in order."""
-    holders, replicas = leaning.holders, leaning.replicas
-    best = [name for name in names if name in holders and name not in replicas]
-    if len(best) < want:
-        best += islice((name for name in names if name not in holders and name not in replicas), want - len(best))
-    if len(best) < want:
-        best += (name for name in names if name in replicas)
-        return sorted(_member(load, name, leaning) for name in best)[:want]
-    return [_member(load, name, leaning) for name in best[:want]]
+def _alike(load: tuple[int, int], names: Iterable[str], leaning: Leaning, want: int) -> list[Member]:
+    """The first `want` of members with equal load, from names in order. The search ends when none can be better."""
+    _, holders, replicas = leaning
+    ideal: list[str] = []
+    plain: list[str] = []
+    used: list[str] = []
+    for name in names:
+        if name in replicas:
+            used.append(name)
+        elif holders and name not in holders:
+            plain.append(name)
+        else:
+            ideal.append(name)
+            if len(ideal) == want:
+                break
+    best = [_member(load, name, leaning) for name in (*ideal, *plain[: want - len(ideal)])]
+    return best if len(best) == want else [*best, *sorted(_member(load, name, leaning) for name in used)][:want]
 
 
 def _member(load: tuple[int, int], name: str, leaning: Leaning) -> Member:

@@ -23,8 +23,13 @@ from llmgw.core.explain import Constraint, Refusal
 from llmgw.core.inventory import NodeInventory, node_inventory
 from llmgw.core.snapshot import Index
 
-SIEVES_MAX: Final = 64
-"""Shapes kept at a time, the ones used last: each costs some MB at 10,000 nodes, and catalogs come and go."""
+SIEVES_MAX: Final = 1024
+SEATS_MAX: Final = 640_000
+"""How many shapes are kept, and how many nodes have a seat in them together: those used last, as catalogs come and go.
+
+A seat costs 0.2 to 0.5 kB, a node that is turned down 8 bytes; so 64 shapes that would do anywhere in a fleet of 10,000
+nodes are kept, or 1024 for few nodes each.
+"""
 
 _KEPT: Final = "placement"
 """Under which name the ledger hangs on the index."""
@@ -39,31 +44,38 @@ class Figures(NamedTuple):
     """What of a node changes with every claim, as the keys it is sorted by.
 
     `since`: the tick since which the node is `alike_but_taken`. `room`: memory that may still be promised. `total`:
-    memory in all. `load`: how much is claimed. `empty`: nothing runs there. `murky`: something runs there of which
-    nobody knows how much memory it holds.
+    memory in all. `load`: how much is claimed. `gang_starts`: as in its inventory. `empty`: nothing runs there.
+    `murky`: something runs there of which nobody knows how much memory it holds.
     """
 
-    node: NodeInventory
     since: int
     room: Amount
     total: Amount
     load: Load
+    gang_starts: int
     empty: bool
     murky: bool
 
 
-def figures_of(node: NodeInventory, *, before: Figures | None, tick: int) -> Figures:
-    """The figures of a node that changed, or is new, at `tick`."""
+def figures_of(node: NodeInventory, *, since: int) -> Figures:
+    """The figures of a node."""
     total = node.memory_total_bytes
     return Figures(
-        node=node,
-        since=before.since if before is not None and alike_but_taken(before.node, node) else tick,
+        since=since,
         room=(free_bytes(node), node.name),
         total=(math.inf if total is None else total, node.name),
         load=(claimed_gpus(node), claimed_bytes(node), node.name),
+        gang_starts=node.gang_starts,
         empty=not node.holdings and not node.unclaimed,
         murky=bool(node.unaccounted) and total is not None,
     )
+
+
+class Known(NamedTuple):
+    """A node as it is now."""
+
+    node: NodeInventory
+    figures: Figures
 
 
 class Shape(NamedTuple):
@@ -111,7 +123,7 @@ class Cell:
         self._shortages: dict[int, Shortage | None] = {}
         self.kind = kind
         self.gang = gang
-        self.names = sorted(each.node.name for each in found)
+        self.names = sorted(each.room[1] for each in found)
         self.rooms = sorted(each.room for each in found)
         self.totals = sorted(each.total for each in found)
         self.loads = sorted(each.load for each in found) if gang else []
@@ -124,7 +136,7 @@ class Cell:
 
     def add(self, new: Figures) -> None:
         """Take a node in."""
-        insort(self.names, new.node.name)
+        insort(self.names, new.room[1])
         insort(self.rooms, new.room)
         insort(self.totals, new.total)
         if self.gang:
@@ -132,7 +144,7 @@ class Cell:
 
     def remove(self, old: Figures) -> None:
         """Let a node go that is in."""
-        del self.names[bisect_left(self.names, old.node.name)]
+        del self.names[bisect_left(self.names, old.room[1])]
         del self.rooms[bisect_left(self.rooms, old.room)]
         del self.totals[bisect_left(self.totals, old.total)]
         if self.gang:
@@ -162,117 +174,121 @@ class Sieve:
     is. `tick`: up to where in the index's log.
     """
 
-    def __init__(self, profile: Profile, wish: EngineSpec | None, nodes: Iterable[Figures]) -> None:
-        self.tick = 0
+    def __init__(self, profile: Profile, wish: EngineSpec | None, nodes: Iterable[Known], *, tick: int) -> None:
+        self.tick = tick
+        self.wish = wish
         self.refused: dict[Constraint, list[str]] = {}
         self.seats: dict[str, Seat] = {}
         self.told: dict[object, dict[str, tuple[NodeInventory, Refusal]]] = {}
         """What was told last of the nearest misses, by who asked: to be told again while their nodes stay the same."""
         self._profile = profile
-        self.wish = wish
         self._gang = profile.nodes > 1
-        self._turned_down: dict[str, tuple[Constraint, int]] = {}
-        """Node -> why, and since when it is so."""
         kinds: dict[Kind, list[Figures]] = {}
-        for figures in nodes:
-            found = self._judge(figures)
+        for known in nodes:
+            found = self._judge(known)
             if isinstance(found, Constraint):
-                self._turned_down[figures.node.name] = found, figures.since
-                self.refused.setdefault(found, []).append(figures.node.name)
+                self.refused.setdefault(found, []).append(known.node.name)
             else:
-                kinds.setdefault(found, []).append(figures)
+                kinds.setdefault(found, []).append(known.figures)
         for names in self.refused.values():
             names.sort()
         self.cells = {kind: Cell(kind, members, gang=self._gang) for kind, members in kinds.items()}
         for cell in self.cells.values():
-            self.seats |= {each.node.name: (cell, each) for each in kinds[cell.kind]}
+            self.seats |= {each.room[1]: (cell, each) for each in kinds[cell.kind]}
 
-    def update(self, name: str, figures: Figures | None) -> None:
-        """Judge a node that changed; None: it is there no more."""
-        seat, why = self.seats.get(name), self._turned_down.get(name)
-        if figures is None:
+    def update(self, name: str, known: Known | None) -> None:
+        """Judge a node that changed since `tick`; None: it is there no more."""
+        if known is None:
             self._leave(name)
-        elif seat is not None:
-            cell, before = seat
-            found = self._judge(figures) if before.since != figures.since else self._kind_again(cell.kind, figures)
-            if found == cell.kind:
-                cell.renew(before, figures)
-                self.seats[name] = cell, figures
-            else:
-                self._leave(name)
-                self._enter(figures, found)
-        elif why is None or why[1] != figures.since:
+            return
+        seat, as_before = self.seats.get(name), known.figures.since <= self.tick
+        if seat is None and as_before:
+            return  # what is taken on a node has no part in why it was turned down
+        found = self._judge(known) if seat is None or not as_before else self._kind_again(seat[0].kind, known)
+        if seat is not None and found == seat[0].kind:
+            seat[0].renew(seat[1], known.figures)
+            self.seats[name] = seat[0], known.figures
+        else:
             self._leave(name)
-            self._enter(figures, self._judge(figures))
+            self._enter(known, found)
 
-    def _kind_again(self, kind: Kind, figures: Figures) -> Kind:
+    def _kind_again(self, kind: Kind, known: Known) -> Kind:
         """The kind of a node of which only what is taken has changed."""
-        cards = cards_of(figures.node.gpus or (), self._profile) if kind.cards else ()
+        node, figures = known
+        cards = cards_of(node.gpus or (), self._profile) if kind.cards else ()
         return Kind(figures.murky, cards, not self._gang and figures.empty, kind.fabrics, kind.builds)
 
-    def _judge(self, figures: Figures) -> Constraint | Kind:
-        found = admit(figures.node, self._profile, self.wish)
+    def _judge(self, known: Known) -> Constraint | Kind:
+        node, figures = known
+        found = admit(node, self._profile, self.wish)
         if isinstance(found, Refusal):
             return found.constraint
         if self._gang:
             return Kind(figures.murky, found.cards, False, found.fabrics, found.builds)
         return Kind(figures.murky, found.cards, figures.empty)
 
-    def _enter(self, figures: Figures, found: Constraint | Kind) -> None:
-        name = figures.node.name
+    def _enter(self, known: Known, found: Constraint | Kind) -> None:
+        name = known.node.name
         if isinstance(found, Constraint):
-            self._turned_down[name] = found, figures.since
             insort(self.refused.setdefault(found, []), name)
             return
         cell = self.cells.get(found)
         if cell is None:
-            cell = self.cells[found] = Cell(found, [figures], gang=self._gang)
+            cell = self.cells[found] = Cell(found, [known.figures], gang=self._gang)
         else:
-            cell.add(figures)
-        self.seats[name] = cell, figures
+            cell.add(known.figures)
+        self.seats[name] = cell, known.figures
 
     def _leave(self, name: str) -> None:
-        why, seat = self._turned_down.pop(name, None), self.seats.pop(name, None)
-        if why is not None:
-            names = self.refused[why[0]]
-            del names[bisect_left(names, name)]
+        seat = self.seats.pop(name, None)
         if seat is not None:
             cell, figures = seat
             cell.remove(figures)
             if not cell.names:
                 del self.cells[cell.kind]
+            return
+        for names in self.refused.values():
+            at = bisect_left(names, name)
+            if at < len(names) and names[at] == name:
+                del names[at]
 
 
 class Ledger:
-    """What hangs on one index: the figures of every node, who has which weights, and the sieves used last.
+    """What hangs on one index: every node, who has which weights and replicas, and the sieves used last.
 
-    `holders`: source -> nodes where the whole set of weights is. `judged`: how often a node was judged for a new sieve.
+    `holders`: source -> nodes where the whole set of weights is. `replicas`: model -> node -> its live replicas there.
+    Neither keeps what is empty. `judged`: how often a node was judged for a new sieve.
     """
 
     def __init__(self, index: Index) -> None:
-        self.figures: dict[str, Figures] = {}
+        self.nodes: dict[str, Known] = {}
         self.holders: dict[str, set[str]] = {}
+        self.replicas: dict[str, dict[str, int]] = {}
         self.judged = 0
         self._index = index
         self._tick: int | None = None
         self._sieves: dict[Shape, Sieve] = {}
+        self._seats = 0
 
     def refresh(self) -> None:
-        """Bring the figures up to date."""
+        """Bring the nodes up to date."""
         index, tick = self._index, self._tick
         if tick == index.tick:
             return
         changed = None if tick is None else index.changed_nodes_since(tick)
-        for name in {*index.nodes(), *self.figures} if changed is None else changed:
+        for name in {*index.nodes(), *self.nodes} if changed is None else changed:
             there = name in index.sessions or name in index.facts or name in index.node_states
             self._note(name, node_inventory(index, name) if there else None)
         self._tick = index.tick
 
     def _note(self, name: str, node: NodeInventory | None) -> None:
-        before = self.figures.pop(name, None)
+        known = self.nodes.pop(name, None)
+        before = None if known is None else known.node
         if node is not None:
-            self.figures[name] = figures_of(node, before=before, tick=self._index.tick)
-        had = frozenset[str]() if before is None else before.node.weights or frozenset()
+            same = known is not None and alike_but_taken(known.node, node)
+            since = known.figures.since if known is not None and same else self._index.tick
+            self.nodes[name] = Known(node, figures_of(node, since=since))
+        had = frozenset[str]() if before is None else before.weights or frozenset()
         has = frozenset[str]() if node is None else node.weights or frozenset()
         if had != has:
             for source in had - has:
@@ -281,21 +297,32 @@ class Ledger:
                     del self.holders[source]
             for source in has - had:
                 self.holders.setdefault(source, set()).add(name)
+        there = {} if before is None else before.live_replicas
+        here = {} if node is None else node.live_replicas
+        if there != here:
+            for model in there.keys() - here.keys():
+                del self.replicas[model][name]
+                if not self.replicas[model]:
+                    del self.replicas[model]
+            for model, count in here.items():
+                self.replicas.setdefault(model, {})[name] = count
 
     def sieve(self, profile: Profile, wish: EngineSpec | None) -> Sieve:
-        """The sieve of a profile, as up to date as the figures."""
-        shape = shape_of(profile, wish)
+        """The sieve of a profile, as up to date as the nodes."""
+        shape, tick = shape_of(profile, wish), self._index.tick
         sieve = self._sieves.pop(shape, None)
+        self._seats -= 0 if sieve is None else len(sieve.seats)
         changed = None if sieve is None else self._index.changed_nodes_since(sieve.tick)
         if sieve is None or changed is None:
-            sieve = Sieve(profile, wish, self.figures.values())
-            self.judged += len(self.figures)
+            sieve = Sieve(profile, wish, self.nodes.values(), tick=tick)
+            self.judged += len(self.nodes)
         for name in changed or ():
-            sieve.update(name, self.figures.get(name))
-        sieve.tick = self._index.tick
+            sieve.update(name, self.nodes.get(name))
+        sieve.tick = tick
+        while self._sieves and (len(self._sieves) >= SIEVES_MAX or self._seats + len(sieve.seats) > SEATS_MAX):
+            self._seats -= len(self._sieves.pop(next(iter(self._sieves))).seats)
         self._sieves[shape] = sieve
-        if len(self._sieves) > SIEVES_MAX:
-            del self._sieves[next(iter(self._sieves))]
+        self._seats += len(sieve.seats)
         return sieve
 
 

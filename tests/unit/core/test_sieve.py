@@ -100,7 +100,7 @@ def test_a_node_that_is_gone_is_forgotten_with_its_weights() -> None:
     c.write_all(*((kind, "n2", None) for kind in (Kind.SESSION, Kind.FACTS, Kind.NODE_STATE)))
     assert where(c, model_spec("x")) == "n1"
     assert ledger_of(c.index).holders == {}
-    assert list(ledger_of(c.index).figures) == ["n1"]
+    assert list(ledger_of(c.index).nodes) == ["n1"]
     c.write_all(*((kind, "n1", None) for kind in (Kind.SESSION, Kind.FACTS, Kind.NODE_STATE)))
     outcome = place(Inventory(c.index), model_spec("x"))
     assert isinstance(outcome, Rejection)
@@ -127,6 +127,24 @@ def test_shapes_used_last_are_kept_and_no_more(monkeypatch: pytest.MonkeyPatch, 
     assert len(counted.since()) == 3
     where(c, two)
     assert len(counted.since()) == 1, "it was used longest ago"
+
+
+def test_shapes_for_which_many_nodes_would_do_count_by_their_nodes(
+    monkeypatch: pytest.MonkeyPatch, counted: Counted
+) -> None:
+    monkeypatch.setattr(sieve, "SEATS_MAX", 3)
+    c = Cluster()
+    for name in ("n1", "n2"):
+        c.node(name, labels={"zone": "x"})
+    c.settle()
+    everywhere, in_zone, nowhere = (
+        model_spec("x", cpu_profile(node_selector=each)) for each in ({}, {"zone": "x"}, {"zone": "y"})
+    )
+    for spec in (everywhere, nowhere, in_zone, nowhere, in_zone):
+        where(c, spec)
+    assert len(counted.since()) == 6
+    where(c, everywhere)
+    assert len(counted.since()) == 2, "there was no room for it beside the other"
 
 
 def test_what_is_told_again_is_told_of_the_same_state_only(monkeypatch: pytest.MonkeyPatch) -> None:
