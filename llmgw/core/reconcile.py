@@ -171,10 +171,10 @@ def _share(p: Pass, names: Iterable[str], left: set[str]) -> list[str]:
 
 
 def _next_nodes(p: Pass, rest: Rest) -> tuple[list[str], Rest]:
-    """The next nodes of a look at everything, and what is then left of it."""
+    """The next nodes of a look at everything, and what is then left of it. Half of a pass stays for what changed."""
     names = p.index.standing.nodes
     first = bisect_right(names, rest.after)
-    taken = names[first : first + max(0, p.looks)]
+    taken = names[first : first + max(0, min(p.looks, (p.settings.looks_max + 1) // 2))]
     p.looks -= len(taken)
     if first + len(taken) == len(names):
         return taken, Rest(models=True)

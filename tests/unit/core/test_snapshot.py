@@ -123,6 +123,17 @@ def test_facts_concern_a_nodes_replicas_where_these_depend_on_them_and_always_wh
         assert c.index.take_dirty() == Dirty(models=models, nodes={"n1"}), changed
 
 
+def test_what_speaks_of_a_replica_that_is_not_there_still_concerns_its_node() -> None:
+    c = serving()
+    replica = c.replicas("m")[0]
+    node, name = replica.shards[0].node, c.shard(replica)
+    c.meddle((Kind.REPLICA, replica.id, None))
+    for kind in (Kind.SHARD, Kind.ASSIGNMENT):
+        c.index.take_dirty()
+        c.index.swap(Ref(kind, name), c.index.row(Ref(kind, name)))
+        assert c.index.take_dirty() == Dirty(models={"m"}, nodes={node}), kind
+
+
 def test_what_decides_nothing_dirties_nothing() -> None:
     index = Index()
     index.apply([Change(ref=Ref(Kind.GENERATION), mod_revision=1, record=Generation(number=0))], revision=1)
