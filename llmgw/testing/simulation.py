@@ -16,7 +16,7 @@ from typing import Final
 import anyio
 import msgspec
 
-from llmgw.core.invariants import unconverged
+from llmgw.core.invariants import check_explained, unconverged
 from llmgw.core.replica import Desired
 from llmgw.core.routing import Route, route_table
 from llmgw.store.memory_cluster import MemoryCluster
@@ -187,9 +187,24 @@ async def _storm_then_calm(run: Run) -> None:
         await storm.rage(LEADER_KINDS, KINDS, for_s=STORM_S)
     await storm.heal()
     await run.settle(within_s=fleet.sizes.lost_after_s + START_S + BACKOFF_MAX_S + 60)
-    if judge.terms < 2:
-        judge.wrong("no change of leader")
+    wrong = [str(violation) for violation in check_explained(judge.checker.index)]
+    before, terms = _orders(run), judge.terms
+    await (await storm.leader()).kill()
+    await run.until(lambda: judge.terms > terms, within_s=30, what="another one leads")
+    await anyio.sleep(QUIET_S)
+    if _orders(run) != before:
+        wrong.append(f"invariant 7: a new leader changed what was settled: {before ^ _orders(run)}")
+    if wrong:
+        judge.wrong("; ".join(wrong))
         await anyio.sleep_forever()
+
+
+def _orders(run: Run) -> set[tuple[str, str]]:
+    """All orders but those of models that follow their load, which may change at any time."""
+    index = run.judge.checker.index
+    fixed = {spec.name for spec in index.models.records() if spec.scaling.min == spec.scaling.max}
+    orders = index.assignments.records()
+    return {(f"{o.node}/{o.replica}.{o.rank}", o.desired.value) for o in orders if o.model in fixed}
 
 
 class _Ended(Exception):
