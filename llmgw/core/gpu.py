@@ -24,7 +24,7 @@ T = TypeVar("T", int, str)
 PORT_MAX: Final = 65535
 
 
-class GpuSlot(msgspec.Struct, frozen=True, kw_only=True):
+class GpuSlot(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One GPU of a node. `taken` None: free; otherwise the constraint that keeps it, and `why` in words for people.
 
     `memory_bytes`, `nvlink_domain` None: not reported. `holder`: the replica that claims it, empty when none does.

@@ -25,7 +25,7 @@ from llmgw.core.replica import GONE, ROUTABLE, Assignment, Claim, Replica
 from llmgw.core.snapshot import Index, Kind, Ref
 
 
-class Holding(msgspec.Struct, frozen=True, kw_only=True):
+class Holding(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One shard's claim on a node. `model` and `live` (in routing, or about to be) serve ranking only."""
 
     replica: str
@@ -35,7 +35,7 @@ class Holding(msgspec.Struct, frozen=True, kw_only=True):
     live: bool = False
 
 
-class Unclaimed(msgspec.Struct, frozen=True, kw_only=True):
+class Unclaimed(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Something the node reports as running that no claim covers. `claim` None: what it holds is not known."""
 
     replica: str
@@ -43,7 +43,7 @@ class Unclaimed(msgspec.Struct, frozen=True, kw_only=True):
     claim: Claim | None
 
 
-class NodeInventory(msgspec.Struct, frozen=True, kw_only=True):
+class NodeInventory(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One node as placement sees it. `memory_total_bytes` None: never reported, so unknown.
 
     `claimed_bytes` is what the holdings declare, `unclaimed_bytes` what is known of the unclaimed, `unaccounted` what

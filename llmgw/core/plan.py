@@ -77,7 +77,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     backoff_base_s, backoff_max_s: a model's wait after failed replicas, base × 2ⁿ up to the maximum.
     stable_s: how long all wanted replicas must be ready before a model's count of failures falls back to zero.
     placements_max: placements tried in one pass, so that Python in the loop never costs the lease.
-    looks_max: nodes, models and replicas looked at in one pass, for the same reason: at most about 20 µs each.
+    looks_max: nodes, models and replicas looked at in one pass, for the same reason: up to 0.1 ms each.
     """
 
     session_ttl_s: float = 30.0
@@ -86,7 +86,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     backoff_max_s: float = 300.0
     stable_s: float = 1800.0
     placements_max: int = 100
-    looks_max: int = 2000
+    looks_max: int = 1000
 
 
 class Forming(msgspec.Struct, frozen=True, kw_only=True):

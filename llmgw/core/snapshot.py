@@ -181,11 +181,16 @@ class Index:
         return [(ref, self._tables[ref.kind][ref.name].corrupt or "") for ref in found]
 
     def reset(self, changes: Iterable[Change], *, revision: int) -> None:
-        """Start over from a whole listing at `revision`. Last good records survive where the key is corrupt now."""
+        """Start over from a whole listing at `revision`. Last good records survive where the key is corrupt now.
+
+        What stands there just so is left alone, and with it all that was derived from it: a listing is made now and
+        then merely to be sure.
+        """
         present = list(changes)
         kept = {change.ref for change in present}
         gone = [Change(ref=ref, mod_revision=revision) for ref, _ in self.rows() if ref not in kept]
-        self.apply([*gone, *present], revision=revision)
+        new = [change for change in present if self._row(change) != self.row(change.ref)]
+        self.apply([*gone, *new], revision=revision)
         self.revision = revision
         self.dirty.everything = True
 
@@ -201,18 +206,18 @@ class Index:
         return dirty
 
     def _set(self, change: Change) -> None:
-        if change.deleted:
-            self.swap(change.ref, None)
-            return
-        before = self._tables[change.ref.kind].get(change.ref.name)
+        self.swap(change.ref, None if change.deleted else self._row(change))
+
+    def _row(self, change: Change) -> Row[Record]:
+        """The row that a change which is no deletion leaves."""
+        before = self.row(change.ref)
         kept = None if before is None else before.record
-        row = Row(
+        return Row(
             record=kept if change.corrupt is not None else change.record,
             mod_revision=change.mod_revision,
             create_revision=change.create_revision,
             corrupt=change.corrupt,
         )
-        self.swap(change.ref, row)
 
     def swap(self, ref: Ref, row: Row[Record] | None) -> Row[Record] | None:
         """Put `row` at `ref` (None: remove what is there) and return what it replaces; marks and joins follow."""

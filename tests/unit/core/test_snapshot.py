@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import msgspec
 
 from llmgw.core.catalog import Alias
@@ -49,6 +51,25 @@ def test_a_listing_gives_the_same_index_as_the_history_that_led_to_it() -> None:
     assert fresh.standing == c.index.standing
     assert fresh.revision == c.index.revision
     assert fresh.take_dirty().everything
+
+
+def test_a_listing_made_to_be_sure_leaves_alone_what_stands_just_so() -> None:
+    c = serving()
+    replica, facts = c.replicas("m")[0], c.index.facts.record("n1")
+    assert facts is not None
+    kept = {name: node_inventory(c.index, name) for name in ("n1", "n2")}
+    again = [msgspec.structs.replace(each, record=deepcopy(each.record)) for each in listing(c.index)]
+    tick = c.index.tick
+    c.index.reset(again, revision=c.index.revision)
+    assert c.index.changed_nodes_since(tick) == []
+    assert all(node_inventory(c.index, name) is each for name, each in kept.items())
+    assert c.index.take_dirty().everything
+    other = msgspec.structs.replace(facts, memory_bytes=5)
+    changed = [msgspec.structs.replace(each, record=other) if each.record == facts else each for each in again]
+    c.index.reset(changed, revision=c.index.revision)
+    assert c.index.facts.record("n1") == other, "the same revision may be another store's"
+    assert c.index.changed_nodes_since(tick) == ["n1"]
+    assert c.replicas("m")[0] == replica
 
 
 def test_a_reset_drops_what_is_gone_and_goes_back_in_revisions() -> None:
