@@ -97,6 +97,10 @@ class LostTerm(Conflict):
         super().__init__(f"no longer leading: {why}")
 
 
+class Outdated(Conflict):
+    """What was decided rests on something that is not so any more, and our own view has missed it: list afresh."""
+
+
 # --- people's input -------------------------------------------------------------------------------------------------
 
 

@@ -3,7 +3,8 @@
 Invariant: every transaction compares the election key's create revision, `meta/store` and `plan/head`, and puts
 `plan/head`. The first keeps leaders apart, the last orders one leader's own writes: of all transactions ever made on
 one head, at most one lands. A group is never split, so that a process killed between two transactions leaves whole
-replicas behind.
+replicas behind. Nobody is declared Lost who has a session: that is compared as well, because a watch may have lost the
+word of its return.
 """
 
 from __future__ import annotations
@@ -16,15 +17,26 @@ from typing import Final, cast
 import anyio
 import msgspec
 
-from llmgw.core.plan import Group, Put
+from llmgw.core.node import Liveness, NodeState
+from llmgw.core.plan import Group, Put, Write
 from llmgw.core.record import Head
 from llmgw.core.snapshot import Kind, Ref
-from llmgw.errors import Conflict, CorruptRecord, InvariantError, LostTerm, OutcomeUnknown, TooLarge, Unavailable
+from llmgw.errors import (
+    Conflict,
+    CorruptRecord,
+    InvariantError,
+    LostTerm,
+    OutcomeUnknown,
+    Outdated,
+    TooLarge,
+    Unavailable,
+)
 from llmgw.store import codec, keys
 from llmgw.store.incarnation import HighWater
 from llmgw.store.limits import PART_OVERHEAD_BYTES
 from llmgw.store.port import (
     REQUEST_BYTES_MAX,
+    TXN_COMPARES_MAX,
     TXN_OPS_MAX,
     Compare,
     DeleteOp,
@@ -33,6 +45,7 @@ from llmgw.store.port import (
     PutOp,
     Store,
     TxnResult,
+    absent,
     created_at,
     unchanged,
 )
@@ -43,6 +56,9 @@ HEAD: Final = keys.key(Ref(Kind.HEAD))
 
 RETRY_S: Final = 0.5
 """Pause between attempts to settle an unknown outcome."""
+
+FENCE: Final = 3
+"""Compares of the fence."""
 
 FENCE_BYTES: Final = 1024
 """Room for the fence in each request: three compares, one put and three reads of keys shorter than 40 bytes."""
@@ -69,9 +85,13 @@ class Committed(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(kw_only=True)
 class Bundle:
-    """Whole groups that go into one transaction. `size_bytes` counts what they add to the request."""
+    """Whole groups that go into one transaction. `size_bytes` counts what they add to the request.
+
+    `gone`: keys that must not be there.
+    """
 
     ops: list[PutOp | DeleteOp] = field(default_factory=list)
+    gone: list[str] = field(default_factory=list)
     size_bytes: int = 0
     keys: set[str] = field(default_factory=set)
 
@@ -79,6 +99,7 @@ class Bundle:
         """Whether `other` fits in as well. A key can be written once in a transaction, so sharing one does not fit."""
         return (
             len(self.ops) + len(other.ops) < TXN_OPS_MAX  # one is the head's
+            and len(self.gone) + len(other.gone) + FENCE <= TXN_COMPARES_MAX
             and self.size_bytes + other.size_bytes + FENCE_BYTES <= REQUEST_BYTES_MAX
             and self.keys.isdisjoint(other.keys)
         )
@@ -86,6 +107,7 @@ class Bundle:
     def add(self, other: Bundle) -> None:
         """Take `other` in, after what is there."""
         self.ops += other.ops
+        self.gone += other.gone
         self.size_bytes += other.size_bytes
         self.keys |= other.keys
 
@@ -108,12 +130,22 @@ def bundle(group: Group) -> Bundle:
         made.ops.append(DeleteOp(key=key) if value is None else PutOp(key=key, value=value))
         made.size_bytes += PART_OVERHEAD_BYTES + len(key) + len(value or b"")
         made.keys.add(key)
+        if (gone := _gone(write)) is not None:
+            made.gone.append(gone)
+            made.size_bytes += PART_OVERHEAD_BYTES + len(gone)
     what = f"{group.cause} of {group.writes[0].ref.name!r}" if group.writes else group.cause
     if len(made.ops) >= TXN_OPS_MAX:
         raise TooLarge(what=what, size=len(made.ops), limit=TXN_OPS_MAX - 1, unit="operations")
     if made.size_bytes + FENCE_BYTES > REQUEST_BYTES_MAX:
         raise TooLarge(what=what, size=made.size_bytes, limit=REQUEST_BYTES_MAX - FENCE_BYTES, unit="bytes")
     return made
+
+
+def _gone(write: Write) -> str | None:
+    """What must not be there for `write` to be right: the session of a node that is declared Lost."""
+    if not isinstance(write, Put) or not isinstance(write.record, NodeState):
+        return None
+    return keys.key(Ref(Kind.SESSION, write.ref.name)) if write.record.liveness is Liveness.LOST else None
 
 
 def pack(groups: Iterable[Group]) -> tuple[list[Bundle], list[Rejected]]:
@@ -157,6 +189,7 @@ class Committer:
         Raises:
             LostTerm: another leads, or the store is another one.
             Conflict: the head was moved by somebody else; `head_rev` is where it is now.
+            Outdated: a node that was to be declared Lost is there.
             OutcomeUnknown: a write timed out. That is settled: whether it landed shows at `head_rev`, and it can't any
                 more once this is raised.
             NotApplied, Denied: nothing more happened. WentBack: the store was restored under us.
@@ -164,7 +197,7 @@ class Committer:
         bundles, rejected = pack(groups)
         for one in bundles:
             try:
-                await self._extend(one.ops)
+                await self._extend(one.ops, one.gone)
             except OutcomeUnknown:
                 await self._settle()
                 raise
@@ -185,12 +218,13 @@ class Committer:
             else:
                 return
 
-    async def _extend(self, ops: Sequence[PutOp | DeleteOp]) -> None:
+    async def _extend(self, ops: Sequence[PutOp | DeleteOp], gone: Sequence[str] = ()) -> None:
         """One fenced transaction on the head we know. Raises as `commit`, with OutcomeUnknown unsettled."""
         compares: list[Compare] = [
             created_at(ELECTION, self._term),
             unchanged(META, self._meta_rev),
             unchanged(HEAD, self.head_rev),
+            *(absent(key) for key in gone),
         ]
         head = Head(commits=self._commits + 1, term=self._term)
         put = PutOp(key=HEAD, value=codec.encode_stored(head))
@@ -210,6 +244,8 @@ class Committer:
             raise LostTerm("the store's incarnation was changed")
         known = self.head_rev
         self._take(head)
+        if self.head_rev == known:
+            raise Outdated("a node that was to be declared Lost is there")
         raise Conflict(f"plan/head is at revision {self.head_rev}, not at {known}")
 
     def _take(self, head: KeyValue | None) -> None:

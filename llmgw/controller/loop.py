@@ -26,7 +26,7 @@ from llmgw.core.reconcile import due, reconcile
 from llmgw.core.record import Leader
 from llmgw.core.snapshot import Dirty, Index
 from llmgw.core.units import Now, stepped_s
-from llmgw.errors import Conflict, LostTerm, StoreError, WentBack
+from llmgw.errors import Conflict, LostTerm, Outdated, StoreError, WentBack
 from llmgw.obs.clock import WallClock, now
 from llmgw.obs.status import ControllerStatus
 from llmgw.store import incarnation, keys
@@ -251,7 +251,9 @@ class Reign:
         except Conflict as error:
             self._back(dirty)
             self._status.commits["conflict"] += 1
-            log.warning("the plan's head moved, deciding again", extra={"fields": {"why": str(error)}})
+            log.warning("not committed, deciding again", extra={"fields": {"why": str(error)}})
+            if isinstance(error, Outdated):
+                self._mirror.start_over()
             return
         except StoreError as error:
             self._back(dirty)

@@ -270,3 +270,27 @@ def test_a_store_wiped_while_nobody_leads_is_set_up_by_those_who_stand_by() -> N
         assert pids(run) == running
 
     story(scenario)
+
+
+def test_a_node_whose_return_the_leaders_watch_has_lost_is_not_given_up() -> None:
+    """The leader believes that it is away. The commit that would declare it Lost finds its session, and all is read."""
+
+    async def scenario(run: Run) -> None:
+        await up(run, ("m", 10, 2))
+        index = run.judge.checker.index
+        before = set(index.replicas)
+        leader = await leader_of(run)
+        agent = run.fleet.agents[0]
+        await agent.kill()
+        await run.until(lambda: liveness(run, "node-0") is Liveness.UNREACHABLE, within_s=40, what="seen to be away")
+        leader.faulty.watches_lose = True
+        agent.start()
+        await run.until(lambda: "node-0" in index.sessions, within_s=5, what="it is back")
+        leader.faulty.watches_lose = False
+        assert liveness(run, "node-0") is Liveness.UNREACHABLE, "nobody has told the leader"
+        await run.until(lambda: liveness(run, "node-0") is Liveness.READY, within_s=400, what="it is seen")
+        await run.settle(within_s=SOON_S)
+        assert set(index.replicas) == before
+        assert run.judge.totals["node lost"] == 0
+
+    story(scenario, relist_s=10_000.0)

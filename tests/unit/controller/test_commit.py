@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from llmgw.controller.commit import ELECTION, HEAD, META, Committer, pack
 from llmgw.core.catalog import ModelSpec, Task
 from llmgw.core.ids import Secret
+from llmgw.core.node import Liveness, NodeState
 from llmgw.core.plan import Delete, Group, Put, Write
 from llmgw.core.record import Head, Leader, StoreMeta
 from llmgw.core.replica import (
@@ -24,7 +25,7 @@ from llmgw.core.replica import (
     ReplicaShard,
 )
 from llmgw.core.snapshot import Kind, Ref
-from llmgw.errors import Conflict, InvariantError, LostTerm, NotApplied, OutcomeUnknown, TooLarge, WentBack
+from llmgw.errors import Conflict, InvariantError, LostTerm, NotApplied, OutcomeUnknown, Outdated, TooLarge, WentBack
 from llmgw.store import codec, keys
 from llmgw.store.incarnation import HighWater
 from llmgw.store.limits import check_txn
@@ -186,6 +187,34 @@ def test_every_transaction_carries_the_whole_fence() -> None:
     for compares, ops in seen:
         assert {compare.key for compare in compares} == {ELECTION, META, HEAD}
         assert ops[-1].key == HEAD
+
+
+def lost(name: str) -> Group:
+    state = NodeState(name=name, liveness=Liveness.LOST, since_at=0)
+    return Group(cause="liveness", writes=(Put(ref=Ref(Kind.NODE_STATE, name), record=state),))
+
+
+def test_nobody_is_declared_lost_who_has_a_session() -> None:
+    async def scene(bench: Bench) -> None:
+        await bench.plain.txn([], [PutOp(key=keys.key(Ref(Kind.SESSION, "n2")), value=b"{}")])
+        head_rev = bench.committer.head_rev
+        with pytest.raises(Outdated, match="is there"):
+            await bench.committer.commit([note("m"), lost("n1"), lost("n2")])
+        assert bench.committer.head_rev == head_rev
+        assert bench.stored(Kind.NODE_STATE) == bench.stored(Kind.MODEL_STATE) == []
+        await bench.committer.commit([note("m"), lost("n1")])
+        assert bench.stored(Kind.NODE_STATE) == ["n1"]
+
+    on_bench(scene)
+
+
+def test_more_lost_nodes_than_one_transaction_compares_go_in_several() -> None:
+    async def scene(bench: Bench) -> None:
+        done = await bench.committer.commit([lost(f"n{number}") for number in range(300)])
+        assert done.txns == 3
+        assert len(bench.stored(Kind.NODE_STATE)) == 300
+
+    on_bench(scene)
 
 
 def test_a04_paused_leader_is_fenced() -> None:
