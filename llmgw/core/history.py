@@ -57,8 +57,10 @@ class Checker:
 
     stale: set[str] = field(default_factory=set)
     """Shards whose reports were made in a history that is gone: what their nodes say next may be anything."""
+
     undone: set[tuple[str, str]] = field(default_factory=set)
     """(node, store) of the sessions of that history: what was sent in it may land late, in the restored store."""
+
     lately: Lately = field(default_factory=Lately)
 
     def __post_init__(self) -> None:
@@ -87,7 +89,7 @@ class Checker:
             found += before.claims(self.index)
             found += before.handed_out(self.index, self.lately)
             found += before.retired(self.index, self.lately)
-            found += before.liveness(self.index, late=self.lately.late)
+            found += before.liveness(self.index)
         found += before.reports(self.index, stale=self.stale, stops_on_exit=self.stops_on_exit)
         self.stale -= before.reported.keys()
         return [*found, *check(self.index, around=[change.ref for change in happened])]
@@ -247,11 +249,8 @@ class _Before:
             if not any(each is None or each.retire in _MAY_EMPTY for each in gone):
                 yield Violation(number=6, what=f"a commit left {model} without a route")
 
-    def liveness(self, after: Index, *, late: bool) -> Iterator[Violation]:
-        """6: nobody is Lost while there, or more of them a minute than allowed.
-
-        late: one that came back since the last commit may have been too late for this one to know.
-        """
+    def liveness(self, after: Index) -> Iterator[Violation]:
+        """6: nobody is Lost while there, or more of them a minute than allowed."""
         fresh = [
             state
             for name, old in self.states.items()
@@ -259,10 +258,8 @@ class _Before:
             and state.liveness is Liveness.LOST
             and old is not Liveness.LOST
         ]
-        known_rev = self.head.mod_revision if late and self.head is not None else after.revision
         for state in fresh:
-            session = after.sessions.get(state.name)
-            if session is not None and session.create_revision <= known_rev:
+            if state.name in after.sessions:
                 yield Violation(number=6, what=f"{state.name} was declared Lost while it has a session")
         if fresh:
             at = max(state.since_at for state in fresh)
