@@ -52,7 +52,6 @@ EVENTS = (
     "command: release",
     "command: recover",
     "unplaced gpu_fault",
-    "unplaced gpu_in_use",
     "unplaced gpu_unknown",
     "unplaced gpu_claimed",
     "unplaced gang",

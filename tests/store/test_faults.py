@@ -206,3 +206,42 @@ def test_what_it_tells_of_itself_is_the_store_s() -> None:
         assert faulty.stats() == store.stats()
 
     play(scenario)
+
+
+def test_a_frozen_client_goes_on_where_it_was_and_still_sends_what_it_was_about_to() -> None:
+    async def scenario(faulty: FaultyStore, store: MemoryStore) -> None:
+        landed: list[str] = []
+
+        async def write(key: str) -> None:
+            await put(faulty, key)
+            landed.append(key)
+
+        async with anyio.create_task_group() as tasks:
+            faulty.link = Link.FROZEN
+            tasks.start_soon(write, "/waits")
+            with anyio.move_on_after(5):
+                await write("/given-up")
+            await anyio.sleep(2 * CALL_TIMEOUT_S)
+            assert (await store.get("/waits"), await store.get("/given-up"), landed) == (None, None, [])
+            faulty.link = Link.UP
+        assert landed == ["/waits"], "its own time stood still: nothing timed out"
+        await anyio.sleep(1)
+        assert await store.get("/waits") is not None
+        assert await store.get("/given-up") is not None, "it was on its way, and nobody can call it back"
+
+    play(scenario)
+
+
+def test_a_frozen_client_hears_of_what_happened_when_it_goes_on() -> None:
+    async def scenario(faulty: FaultyStore, store: MemoryStore) -> None:
+        async with faulty.watch(["/a/"], from_revision=2) as batches:
+            faulty.link = Link.FROZEN
+            await put(store, "/a/1")
+            with anyio.move_on_after(30) as waiting:
+                await anext(batches)
+            assert waiting.cancelled_caught
+            faulty.link = Link.UP
+            batch = await anext(batches)
+            assert [event.key for event in batch.events] == ["/a/1"]
+
+    play(scenario)
