@@ -53,6 +53,11 @@ class Census(msgspec.Struct, frozen=True, kw_only=True):
         return max(0, self.wanted - self.frozen)
 
     @property
+    def floor(self) -> int:
+        """How many must be known to serve before another one goes: whether one that can't be read serves is not."""
+        return max(self.target, min(1, self.wanted))
+
+    @property
     def rolling(self) -> bool:
         """Whether there is something to roll, and rolling has not failed."""
         return bool(self.outdated) and not self.stopped
@@ -188,14 +193,14 @@ def retirements(census: Census) -> list[Retirement]:
 def _moved(census: Census) -> Iterator[Retirement]:
     """Replicas on lost or drained nodes that are no longer needed: enough others serve, or the stand-in does."""
     serving = sum(1 for replica in census.steady if replica.id in census.ready)
-    enough = serving >= census.target
+    enough = serving >= census.floor
     done = {replica.replaces for replica in census.steady if replica.id in census.ready}
     for replica in census.lost:
         if enough or replica.id in done:
             yield replica, Retire.REPLACED, "its node is lost and enough others serve"
     staying = sum(1 for replica in census.drained if replica.id in census.ready)
     for replica in census.drained:
-        surplus = replica.id in census.ready and serving + staying > census.target
+        surplus = replica.id in census.ready and serving + staying > census.floor
         if enough or replica.id in done or surplus:
             staying -= replica.id in census.ready
             yield replica, Retire.DRAINED, "its node is being drained"
@@ -207,7 +212,7 @@ def _rolled(census: Census) -> Iterator[Retirement]:
     serving = sum(1 for replica in census.steady if replica.id in census.ready)
     for replica in sorted(census.outdated, key=lambda each: (each.id in census.ready, each.created_at, each.id)):
         after = serving - (replica.id in census.ready)
-        if left > census.target and after >= census.target:
+        if left > census.target and after >= census.floor:
             left, serving = left - 1, after
             yield replica, Retire.ROLLED, "another launch is wanted"
 
@@ -221,7 +226,7 @@ def _surplus(census: Census, among: tuple[Replica, ...]) -> Iterator[Retirement]
     here = {replica.id for replica in census.steady}
     ranked = sorted(among, key=lambda each: (each.id in census.ready, -each.created_at, each.id))
     surplus = max(0, len(among) - census.target)
-    covered = census.wanted == 0 or any(replica.id in census.ready for replica in ranked[surplus:])
+    covered = census.floor == 0 or any(replica.id in census.ready for replica in ranked[surplus:])
     for replica in ranked[:surplus]:
         if replica.phase is ReplicaPhase.READY and not covered:
             continue

@@ -14,7 +14,7 @@ from llmgw.core.ids import shard_name
 from llmgw.core.invariants import Violation, held_claims
 from llmgw.core.lately import Lately
 from llmgw.core.node import Facts, Gpu, GpuHealth
-from llmgw.core.replica import GONE, Assignment, Claim, Desired, Gang, Replica, ReplicaShard
+from llmgw.core.replica import GONE, Assignment, Claim, Desired, Gang, Replica, ReplicaShard, ShardPhase
 from llmgw.core.snapshot import Index, Kind, Ref
 from llmgw.core.units import gb_to_bytes
 
@@ -172,11 +172,26 @@ def _crowded(index: Index, replica: Replica, shard: ReplicaShard, *, late: bool)
             yield Violation(number=3, what=what)
 
 
-def ordered(index: Index, name: str, old: Assignment | None, order: Assignment) -> Iterator[Violation]:
+def _released(index: Index, order: Assignment) -> Iterator[Violation]:
+    """Whether a head is to start before all its workers are ready. It may run already, ordered in a history now lost."""
+    head = index.reports.record(shard_name(order.node, order.replica, order.rank))
+    if head is not None and head.phase is not ShardPhase.HELD and head.phase not in GONE:
+        return
+    for peer in order.gang.peers if order.gang is not None else ():
+        report = index.reports.record(shard_name(peer.node, order.replica, peer.rank))
+        if peer.rank > 0 and (report is None or report.phase is not ShardPhase.READY):
+            yield Violation(
+                number=3, what=f"{order.replica}.0 is to start, and {peer.rank} on {peer.node} is not ready"
+            )
+
+
+def ordered(index: Index, name: str, old: Assignment | None, order: Assignment, *, late: bool) -> Iterator[Violation]:
     """3, of an order that was written: what runs has a claim, a stop is final, and a start is never taken back.
 
-    `old`: what stood there before.
+    `old`: what stood there before. `late`: as in `placed`; a worker that listened may be gone since.
     """
+    if old is not None and old.desired is Desired.HELD and order.desired is Desired.RUNNING and not late:
+        yield from _released(index, order)
     if old is not None:
         frozen = (order.launch, order.claim, order.engine_key, order.gang)
         if (old.launch, old.claim, old.engine_key, old.gang) != frozen:

@@ -40,13 +40,16 @@ from llmgw.core.replica import (
 )
 from llmgw.core.snapshot import Kind
 from llmgw.testing.cluster import Cluster
-from llmgw.testing.machines import TAPE_LEN, Dice, cpu, node_records, spec_of
+from llmgw.testing.machines import TAPE_LEN, THEMES, Dice, cpu, node_records, spec_of
 from llmgw.testing.seed import Random
 
 NODES: Final = tuple(f"n{i}" for i in range(9))
 MODELS: Final = ("a", "b", "org/c", "d", "e")
 GONE_MODEL: Final = "gone"
 """A model that replicas run, and that the catalog does not have any more."""
+
+EVENT_LEN: Final = 8
+"""Bytes of the tape of an event."""
 
 Records = list[tuple[Kind, str, Record | None]]
 
@@ -55,8 +58,12 @@ LEAVING: Final = (ReplicaPhase.DRAINING, ReplicaPhase.STOPPING, ReplicaPhase.FAI
 
 
 class Scene(msgspec.Struct, frozen=True, kw_only=True):
-    """What a cluster is built from, a tape for each thing in it, and what happens to it afterwards."""
+    """What a cluster is built from, a tape for each thing in it, and what happens to it afterwards.
 
+    `theme`: what there is most of, one of `llmgw.testing.machines.THEMES`.
+    """
+
+    theme: str = "general"
     machines: tuple[bytes, ...] = ()
     models: tuple[bytes, ...] = ()
     residents: tuple[bytes, ...] = ()
@@ -68,11 +75,13 @@ def scenes(names: Sequence[str], *, events_min: int = 0, events_max: int = 30) -
 
     Hypothesis draws lists barely longer than their least length, so that is what makes clusters worth a look.
     """
-    tape = st.binary(max_size=TAPE_LEN)
-    events = st.lists(st.tuples(st.sampled_from(names), st.binary(max_size=10)), min_size=events_min,
+    # Plain things with a twist, and things of which everything is drawn: each alone would leave too much out.
+    tape = st.binary(max_size=TAPE_LEN) | st.binary(min_size=TAPE_LEN, max_size=TAPE_LEN)
+    events = st.lists(st.tuples(st.sampled_from(names), st.binary(max_size=EVENT_LEN)), min_size=events_min,
                       max_size=events_max)  # fmt: skip
     return st.builds(
         Scene,
+        theme=st.sampled_from(list(THEMES)),
         machines=st.lists(tape, min_size=3, max_size=len(NODES) - 1).map(tuple),
         models=st.lists(tape, min_size=2, max_size=len(MODELS)).map(tuple),
         residents=st.lists(tape, max_size=6).map(tuple),
@@ -83,6 +92,7 @@ def scenes(names: Sequence[str], *, events_min: int = 0, events_max: int = 30) -
 def scene_of(random: Random, *, machines: int, models: int, residents: int) -> Scene:
     """A scene without events from a source of chance."""
     return Scene(
+        theme=random.choice(list(THEMES)),
         machines=tuple(random.randbytes(TAPE_LEN) for _ in range(machines)),
         models=tuple(random.randbytes(TAPE_LEN) for _ in range(models)),
         residents=tuple(random.randbytes(TAPE_LEN) for _ in range(residents)),
@@ -95,14 +105,14 @@ def build(scene: Scene) -> Cluster:
     Raises:
         InvariantError: it would break an invariant from the start, which is a bug of this module.
     """
-    c = Cluster()
+    c, theme = Cluster(), THEMES[scene.theme]
     machines = zip(NODES, scene.machines, strict=False)
-    c.meddle(*(record for name, tape in machines for record in node_records(c, name, Dice(tape))))
+    c.meddle(*(record for name, tape in machines for record in node_records(c, name, Dice(tape, theme))))
     models = zip(MODELS, scene.models, strict=False)
-    specs = [(Kind.MODEL, name, spec_of(name, Dice(tape))) for name, tape in models]
+    specs = [(Kind.MODEL, name, spec_of(name, Dice(tape, theme))) for name, tape in models]
     c.meddle((Kind.GENERATION, "", Generation(number=1)), *specs)
     for tape in scene.residents:
-        move_in(c, Dice(tape))
+        move_in(c, Dice(tape, theme))
     require(check(c.index))
     return c
 

@@ -24,7 +24,7 @@ from llmgw.core.snapshot import Kind
 from llmgw.core.units import GB, stepped_s
 from llmgw.testing.cluster import Cluster
 from llmgw.testing.clusters import MODELS, NODES, move_in
-from llmgw.testing.machines import ENGINES, FABRICS, MEMORY_GB, Dice, facts_of, gpus_of, spec_of, spoilt, wish_of
+from llmgw.testing.machines import THEMES, Dice, facts_of, gpus_of, spec_of, spoilt, wish_of
 
 SECONDS: Final = (1.0, 6.0, 45.0, 70.0, 350.0, 2000.0)
 
@@ -99,19 +99,19 @@ def vanish(c: Cluster, dice: Dice, turn: Turn) -> None:
 
 def memory(c: Cluster, dice: Dice, turn: Turn) -> None:
     if (facts := _here(c, dice)) is not None:
-        gb = dice.pick(MEMORY_GB)
+        gb = dice.pick(dice.theme.memory_gb)
         changed = msgspec.structs.replace(facts, memory_bytes=None if gb is None else round(gb * GB))
         c.write(Kind.FACTS, facts.node, changed)
 
 
 def engines(c: Cluster, dice: Dice, turn: Turn) -> None:
     if (facts := _here(c, dice)) is not None:
-        c.write(Kind.FACTS, facts.node, msgspec.structs.replace(facts, engines=dice.pick(ENGINES)))
+        c.write(Kind.FACTS, facts.node, msgspec.structs.replace(facts, engines=dice.pick(dice.theme.engines)))
 
 
 def fabrics(c: Cluster, dice: Dice, turn: Turn) -> None:
     if (facts := _here(c, dice)) is not None:
-        c.write(Kind.FACTS, facts.node, msgspec.structs.replace(facts, fabrics=dice.pick(FABRICS)))
+        c.write(Kind.FACTS, facts.node, msgspec.structs.replace(facts, fabrics=dice.pick(dice.theme.fabrics)))
 
 
 # --- GPUs -----------------------------------------------------------------------------------------------------------
@@ -335,10 +335,10 @@ EVERYTHING: Final = USUAL | TROUBLE
 
 def often(happenings: dict[str, Happening]) -> list[str]:
     """Names to draw from: passes and answers more often than the rest, so that histories get somewhere."""
-    return [*happenings, "run", "run", "run", "run", "answer", "answer", "answer", "model", "wait"]
+    return [*happenings, *["run"] * 4, *["answer"] * 4, "model", "wait", "vanish"]
 
 
-def play(c: Cluster, events: Sequence[tuple[str, bytes]], turn: Turn) -> None:
-    """These things happen, one after the other."""
+def play(c: Cluster, events: Sequence[tuple[str, bytes]], turn: Turn, *, theme: str = "general") -> None:
+    """These things happen, one after the other. `theme`: the scene's."""
     for name, tape in events:
-        EVERYTHING[name](c, Dice(tape), turn)
+        EVERYTHING[name](c, Dice(tape, THEMES[theme]), turn)

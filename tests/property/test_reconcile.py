@@ -157,7 +157,7 @@ def times(factor: float) -> settings:
 @times(2)
 def test_every_plan_keeps_the_invariants_and_incremental_is_full(scene: Scene) -> None:
     c = build(scene)
-    play(c, scene.events, turn)
+    play(c, scene.events, turn, theme=scene.theme)
     turn(c)
 
 
@@ -165,7 +165,7 @@ def test_every_plan_keeps_the_invariants_and_incremental_is_full(scene: Scene) -
 @times(1.5)
 def test_the_same_with_lost_and_unreadable_records_and_restores(scene: Scene) -> None:
     c = build(scene)
-    play(c, scene.events, turn)
+    play(c, scene.events, turn, theme=scene.theme)
     turn(c)
 
 
@@ -174,7 +174,7 @@ def test_the_same_with_lost_and_unreadable_records_and_restores(scene: Scene) ->
 def test_many_passes_cut_short_come_to_the_same_end_as_a_whole_one(scene: Scene, places: int, looks: int) -> None:
     c = build(scene)
     c.settings = msgspec.structs.replace(c.settings, placements_max=places, looks_max=looks)
-    play(c, scene.events, short_turns)
+    play(c, scene.events, short_turns, theme=scene.theme)
     short_turns(c)
 
 
@@ -182,7 +182,7 @@ def test_many_passes_cut_short_come_to_the_same_end_as_a_whole_one(scene: Scene,
 @times(0.5)
 def test_a_new_leader_goes_on_from_any_prefix_of_a_plan(scene: Scene, cut: int) -> None:
     c = build(scene)
-    play(c, scene.events, turn)
+    play(c, scene.events, turn, theme=scene.theme)
     plan = c.plan()
     plan.groups = plan.groups[: cut % (len(plan.groups) + 1)]
     c.apply(plan)
@@ -194,7 +194,7 @@ def test_a_new_leader_goes_on_from_any_prefix_of_a_plan(scene: Scene, cut: int) 
 @times(0.5)
 def test_after_trouble_everything_converges_and_explains_itself(scene: Scene) -> None:
     c = build(scene)
-    play(c, scene.events, turn)
+    play(c, scene.events, turn, theme=scene.theme)
     for name in c.index.facts.names():
         if name not in c.index.sessions:
             c.back(name)

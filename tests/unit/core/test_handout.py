@@ -312,6 +312,24 @@ def test_inv3_an_order_that_is_taken_back(before: dict[str, object], after: dict
     assert f"invariant 3: {words.replace('NAME', name)}" in found
 
 
+def test_inv3_a_head_that_is_to_start_before_its_worker_is_ready() -> None:
+    c = cluster("gang")
+    replica = c.one("gang")
+    head, worker = orders_of(c, replica)
+    held, name = msgspec.structs.replace(head, desired=Desired.HELD), f"n1/{replica.id}.0"
+    c.meddle((Kind.ASSIGNMENT, name, held), (Kind.SHARD, name, None))
+    assert said(c, (Kind.ASSIGNMENT, name, head)) == [], "the worker is ready"
+    c.meddle((Kind.ASSIGNMENT, name, held))
+    c.report(f"n2/{replica.id}.1", ShardPhase.STARTING)
+    assert said(c, (Kind.ASSIGNMENT, name, head)) == [
+        f"invariant 3: {replica.id}.0 is to start, and 1 on n2 is not ready"
+    ]
+    c.meddle((Kind.ASSIGNMENT, name, held))
+    c.report(name, ShardPhase.STARTING)
+    assert said(c, (Kind.ASSIGNMENT, name, head)) == [], "it runs already"
+    assert worker.desired is Desired.RUNNING
+
+
 def test_inv3_an_order_to_run_for_what_no_replica_claims() -> None:
     c = cluster("one")
     replica = c.one("one")

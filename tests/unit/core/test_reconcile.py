@@ -790,6 +790,29 @@ def test_inv6_one_that_cannot_be_read_is_not_known_to_serve_so_the_one_that_does
     assert c.one("m").id == one.id
 
 
+def test_inv6_the_only_one_known_to_serve_stays_on_a_node_that_is_lost_or_drained_or_to_be_rolled() -> None:
+    for trouble in ("lost", "drained", "outdated"):
+        c = cluster("n1", "n2", "n3", "n4", memory_gb=4.0)
+        c.model("m", cpu_profile(3.0), replicas=2)
+        c.step()
+        one, two = c.replicas("m")
+        c.report(c.shard(one), ShardPhase.READY)
+        c.report(c.shard(two), ShardPhase.STARTING)
+        c.step()
+        c.spoil(Kind.REPLICA, two.id)
+        c.model("m", cpu_profile(3.0, context=2048 if trouble == "outdated" else 4096), replicas=1)
+        node = one.shards[0].node
+        if trouble == "lost":
+            c.away(node)
+            c.step()
+            c.advance(400.0)
+        elif trouble == "drained":
+            c.spec(node, drain=True)
+        c.step()
+        assert next(each for each in c.replicas("m") if each.id == one.id).phase is P.READY, trouble
+        assert c.plan().empty
+
+
 def test_a_wish_that_cannot_be_read_rolls_nothing() -> None:
     c = cluster("n1")
     c.model("m")
