@@ -1,8 +1,7 @@
 """What the gateway counts, and how Prometheus is told. Plain integers on the data path, text only when asked.
 
-Invariant: label values come from closed sets: models of the table in force (any other name is `unknown`), HTTP status
-codes (any odd one is `other`), and words of this program. What a caller makes up never becomes a series, and what is
-unknown has no sample.
+Invariant: label values come from closed sets: models of the table in force, HTTP status codes (any odd one is `other`),
+and words of this program. What a caller makes up never becomes a series, and what is unknown has no sample.
 """
 
 from __future__ import annotations
@@ -15,8 +14,6 @@ from typing import Final
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
-
-UNKNOWN: Final = "unknown"
 
 CLIENT_CLOSED: Final = "client_closed"
 """Outcome of a request whose client left before the answer was whole."""
@@ -110,7 +107,7 @@ class Figures:
         """Requests that never got as far as a model, by status code."""
 
     def of(self, model: str) -> ModelFigures:
-        """The counters of `model`, which must come from the table (or be `UNKNOWN`)."""
+        """The counters of `model`, which must come from the table."""
         found = self.models.get(model)
         if found is None:
             found = self.models[model] = ModelFigures()
@@ -122,7 +119,7 @@ class Figures:
 
     def retain(self, names: Iterable[str]) -> None:
         """Forget models that the table no longer has, once nothing of theirs runs."""
-        kept = {UNKNOWN, *names}
+        kept = set(names)
         self.models = {name: each for name, each in self.models.items() if name in kept or each.in_flight}
 
 
