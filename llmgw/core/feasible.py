@@ -12,7 +12,7 @@ import msgspec
 
 from llmgw.core.catalog import ModelSpec, Profile
 from llmgw.core.inventory import NodeInventory
-from llmgw.core.units import format_bytes, gb_to_bytes
+from llmgw.core.units import format_bytes
 from llmgw.core.yaml_tree import nearest
 
 
@@ -80,11 +80,10 @@ def _gpus(nodes: Sequence[NodeInventory], profile: Profile) -> Iterator[Lack]:
         near = None if kind is None else nearest(kind, {slot.gpu_class for slot in cards})
         yield ("no node has a GPU" if kind is None else f"no node has a GPU of class {kind}"), near
         return
-    if (needed_gb := profile.min_gpu_memory_gb) is not None:
+    if (needed := profile.gpu_memory_bytes) is not None:
         sizes = [slot.memory_bytes for slot in alike]
-        if None not in sizes and (largest := max(size or 0 for size in sizes)) < gb_to_bytes(needed_gb):
-            needed = format_bytes(gb_to_bytes(needed_gb))
-            yield f"needs GPUs of {needed}, and the largest has {format_bytes(largest)}", None
+        if None not in sizes and (largest := max(size or 0 for size in sizes)) < needed:
+            yield f"needs GPUs of {format_bytes(needed)}, and the largest has {format_bytes(largest)}", None
             return
     most = max(_most_alike(node, profile) for node in nodes)
     if most < profile.gpus_per_node:
@@ -95,7 +94,7 @@ def _gpus(nodes: Sequence[NodeInventory], profile: Profile) -> Iterator[Lack]:
 def _most_alike(node: NodeInventory, profile: Profile) -> int:
     """How many GPUs of one class, and large enough as far as that is known, a node has at most."""
     counts: dict[str, int] = {}
-    floor = 0 if profile.min_gpu_memory_gb is None else gb_to_bytes(profile.min_gpu_memory_gb)
+    floor = profile.gpu_memory_bytes or 0
     for slot in node.gpus or ():
         fits = slot.memory_bytes is None or slot.memory_bytes >= floor
         if fits and profile.gpu_class in (None, slot.gpu_class):

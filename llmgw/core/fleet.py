@@ -22,7 +22,8 @@ from llmgw.core.snapshot import Index, Kind, Ref
 MEASURE_MIN_S: Final = 10.0
 MEASURE_MAX_S: Final = 50.0
 MEASURE_NODES_PER_S: Final = 200.0
-"""Agents measure every max(10 s, nodes/200 s), at most 50 s: so many nodes a second write, however large the fleet."""
+"""How often agents should measure: every max(10 s, nodes/200 s), at most 50 s, so that so many nodes a second would
+write, however large the fleet. No agent of this version measures anything yet."""
 
 
 def declared_gone(index: Index) -> frozenset[str]:

@@ -15,11 +15,11 @@ import msgspec
 
 from llmgw.core.apply import ApplyPlan
 from llmgw.core.explain import Unplaced
-from llmgw.core.fleet import is_restoring, released_nodes, unreported
+from llmgw.core.fleet import declared_gone, is_restoring, released_nodes, unreported
 from llmgw.core.ids import Ids
 from llmgw.core.launch_diff import why_rolled
 from llmgw.core.lifecycle import is_frozen, is_live, replicas_of
-from llmgw.core.liveness import judge_guard
+from llmgw.core.liveness import guard_by
 from llmgw.core.node import Guard, Liveness, NodeState
 from llmgw.core.plan import Delete, Put, Settings, View, Write
 from llmgw.core.record import Generation
@@ -197,14 +197,12 @@ def _guard_then(index: Index, gone: tuple[str, ...], *, now: Now, settings: Sett
     """The guard at the moment when nodes have vanished and nobody has judged that yet."""
     if not gone:
         return Guard()
-    states = [
-        msgspec.structs.replace(state, liveness=Liveness.UNREACHABLE)
-        if state.name in gone and state.liveness is not Liveness.LOST
-        else state
-        for state in index.node_states.records()
-    ]
+    excused = released_nodes(index) | declared_gone(index)
+    states = [state for state in index.node_states.records() if state.liveness is not Liveness.LOST]
+    counted = [state for state in states if state.name not in excused]
+    away = sum(1 for state in counted if state.name in gone or state.liveness is Liveness.UNREACHABLE)
     view = View(won_mono_s=now.mono_s)
-    return judge_guard(states, released=released_nodes(index), old=Guard(), now=now, view=view, settings=settings)
+    return guard_by(len(counted), unreachable=away, old=Guard(), now=now, view=view, settings=settings)
 
 
 # --- one model ------------------------------------------------------------------------------------------------------

@@ -1,10 +1,10 @@
-"""What must always hold, as checks that unit tests, properties, the simulation, chaos and debug mode share.
+"""What must always hold, as checks that unit tests, properties, the simulation, chaos and benchmarks share.
 
 Numbered as in ARCHITECTURE.md. Here are the checks of one tree; most promises are about what may follow what, and
 `llmgw.core.history` follows a tree through its revisions. Neither decides anything; a violation is a bug, never an
 input error.
 
-1. No GPU in two live claims; no commit makes the claims of a node exceed its known memory.
+1. No GPU and no gang's port in two live claims; no commit makes the memory claims of a node exceed its known memory.
 2. A multi-node replica: one fabric, only its HCAs, one GPU class.
 3. A replica's claims appear together; each ends only with a confirmed stop. Nothing starts on what another still holds.
 4. Every write under plan/ lies inside its term's reign and extends the head it read.
@@ -14,7 +14,7 @@ input error.
 8. Every replica that is not placed has, on demand, a reason for every node.
 9. After faults stop, everything converges (`unconverged` says what has not).
 10. A request is answered by its own model only. (gateway)
-11. Objects are bounded.
+11. Objects are bounded. (Writes: tests that nothing is written again for numbers alone.)
 """
 
 from __future__ import annotations

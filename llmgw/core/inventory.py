@@ -50,15 +50,14 @@ class NodeInventory(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     runs here without anybody knowing what it holds. `free_bytes`: memory that may still be promised, below zero after
     facts shrank, None when the total is unknown. `live_replicas`: model -> its live replicas here. `shards`: names that
     stand in its orders or reports. `corrupt`: why its records can't all be read; then it takes nothing new. `present`:
-    there is a session. `store`: the store incarnation its last full report was made for. `gpus`: by index, None when
-    the node does not know them. `flaws`: what its facts say that can't be true; then it takes nothing new.
-    `gang_starts`: at which ports a gang's block could begin here (`llmgw.core.gang_ports`).
+    there is a session. `gpus`: by index, None when the node does not know them. `flaws`: what its facts say that can't
+    be true; then it takes nothing new. `gang_starts`: at which ports a gang's block could begin here
+    (`llmgw.core.gang_ports`).
     """
 
     name: str
     liveness: Liveness | None
     present: bool
-    store: str | None
     cordon: bool
     drain: bool
     labels: dict[str, str]
@@ -104,7 +103,6 @@ def _node_inventory(index: Index, name: str) -> NodeInventory:
         name=name,
         liveness=None if state is None else state.liveness,
         present=name in index.sessions,
-        store=None if session is None else session.store,
         cordon=spec is not None and (spec.cordon or spec.drain),
         drain=spec is not None and spec.drain,
         labels={**(facts.labels if facts else {}), **(spec.labels if spec else {})},
@@ -208,8 +206,6 @@ class Inventory:
 
     index: Index
     names: list[str] = field(init=False)
-    kept: dict[object, object] = field(default_factory=dict)
-    """What placement has worked out so far; it checks by identity that a node is still the one it judged."""
 
     def __post_init__(self) -> None:
         self.names = self.index.nodes()

@@ -133,14 +133,6 @@ def lost_in_s(state: NodeState, *, now: Now, view: View, settings: Settings) -> 
     return max(grace_s, after_s)
 
 
-def judge_guard(states: Iterable[NodeState], *, released: frozenset[str], old: Guard, now: Now, view: View,
-                settings: Settings) -> Guard:  # fmt: skip
-    """The guard, from nothing but what is there now. `released`: nodes whose absence an operator has judged."""
-    counted = [state for state in states if state.liveness is not Liveness.LOST and state.name not in released]
-    gone = sum(1 for state in counted if state.liveness is Liveness.UNREACHABLE)
-    return guard_by(len(counted), unreachable=gone, old=old, now=now, view=view, settings=settings)
-
-
 def guard_by(nodes: int, *, unreachable: int, old: Guard, now: Now, view: View, settings: Settings) -> Guard:
     """The guard by how many nodes count (not Lost, not released), and how many of these are Unreachable."""
     if writes_fail_for_s(now=now, view=view, settings=settings) > 0:

@@ -99,7 +99,7 @@ def tend_leaving(p: Pass, name: str) -> None:
         lost = [shard for shard in gang.stoppable(p.index, left) if _unordered(p.index, left, shard)]
         if lost:
             orders = [stop_order(p.index, left, shard) for shard in lost]
-            refs = [Ref(Kind.ASSIGNMENT, shard_name(order.node, order.replica, order.rank)) for order in orders]
+            refs = [order_ref(order.node, order.replica, order.rank) for order in orders]
             p.draft.emit("stop", *(Put(ref=ref, record=order) for ref, order in zip(refs, orders, strict=True)))
         elif (phase := leaving_phase(p.index, left)) is not left.phase:
             record = msgspec.structs.replace(left, phase=phase, phase_at=p.now.wall_s)
@@ -130,7 +130,7 @@ def tend_live(p: Pass, name: str, spec: ModelSpec | None) -> None:
             p.draft.emit("start", Put(ref=order_ref(head.node, replica.id, head.rank), record=head))
         profile = profiles.get(replica.profile)
         for shard in replica.shards:
-            ref = Ref(Kind.ASSIGNMENT, shard_name(shard.node, replica.id, shard.rank))
+            ref = order_ref(shard.node, replica.id, shard.rank)
             order = p.index.assignments.record(ref.name)
             if order is None:
                 continue

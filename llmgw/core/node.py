@@ -174,8 +174,8 @@ class Guard(Record, frozen=True, kw_only=True):
 class Fleet(Record, frozen=True, kw_only=True):
     """`plan/fleet`: what concerns all nodes at once.
 
-    `incarnation`: the store incarnation whose adoption is finished; while it differs from `meta/store`'s nothing is
-    stopped, placed or pruned.
+    `measure_every_s`: how often agents should measure, which none does yet. `incarnation`: the store incarnation whose
+    adoption is finished; while it differs from `meta/store`'s nothing is stopped, placed or pruned.
     """
 
     measure_every_s: float = 10.0

@@ -4,7 +4,7 @@ Reads an inventory, writes nothing. What a node could give is judged by `llmgw.c
 what they offer, and a replica is drawn from one pool: one fabric, one class of GPUs, one build for a gang.
 
 Invariants: no placement promises more memory than a node is known to have or a GPU that is not free, and none uses a
-node whose records can't be read; `draw` sees one pool, so that nothing could combine two.
+node whose records can't be read; a gang's members are picked with one pool in sight, so that nothing could combine two.
 """
 
 from __future__ import annotations

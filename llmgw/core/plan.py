@@ -70,10 +70,10 @@ class Plan:
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """What operators set once for the pure decisions; the controller derives it from its configuration.
+    """The numbers of the pure decisions. The first four come from the controller's configuration, the others stand.
 
     session_ttl_s: of the agents' sessions; the grace periods of liveness are multiples of it.
-    lost_after_s: how long a node stays Unreachable before a replacement is asked for.
+    lost_after_s: how long a node stays Unreachable before it is Lost and its replicas are replaced.
     backoff_base_s, backoff_max_s: a model's wait after failed replicas, base × 2ⁿ up to the maximum.
     stable_s: how long all wanted replicas must be ready before a model's count of failures falls back to zero.
     placements_max: placements tried in one pass, so that Python in the loop never costs the lease.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from llmgw.core.catalog import Alias, ModelSpec, Task
-from llmgw.core.ids import Secret
+from llmgw.core.ids import Secret, shard_name
 from llmgw.core.replica import ROUTABLE, Replica, ShardPhase, ShardReport
 from llmgw.core.snapshot import Index, Kind, Ref
 
@@ -95,7 +95,7 @@ def _route_to(index: Index, replica: str) -> Route | None:
     head = next((shard for shard in record.shards if shard.rank == 0), None) if record is not None else None
     if head is None or secret is None:
         return None
-    return route(record, index.reports.record(f"{head.node}/{replica}.0"), secret.key)
+    return route(record, index.reports.record(shard_name(head.node, replica, 0)), secret.key)
 
 
 def route_table(index: Index) -> RouteTable:
