@@ -53,7 +53,7 @@ def find(index: Index, asked: str, *, wall_s: float) -> Explanation:
 
 
 def as_object(told: Explanation) -> dict[str, Any]:
-    """The explanation for programs, each refusal in words as well."""
+    """The explanation for programs, each refusal in words as well, and what its numbers count."""
     return {
         **codec.to_public(told),
         "profiles": [
@@ -65,4 +65,5 @@ def as_object(told: Explanation) -> dict[str, Any]:
 
 
 def _refusal(refusal: Refusal) -> dict[str, Any]:
-    return {**codec.to_public(refusal), "reason": render(refusal), "remedy": remedy(refusal)}
+    said = {"unit": refusal.unit, "reason": render(refusal), "remedy": remedy(refusal)}
+    return {**codec.to_public(refusal), **said}

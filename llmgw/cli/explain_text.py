@@ -10,7 +10,7 @@ from llmgw.cli.refusal_text import counted, refused, scored, some
 from llmgw.core.autoscale import has_range
 from llmgw.core.catalog import ModelSpec
 from llmgw.core.explain import Receipt, turned_down
-from llmgw.core.explanation import Explanation, Standing, Verdicts
+from llmgw.core.explanation import Explanation, ReplicaExplanation, Verdicts
 from llmgw.core.model_text import asleep
 from llmgw.core.replica import Claim, ModelState, Rollout, ScaleState
 from llmgw.core.units import format_bytes, format_number
@@ -100,7 +100,7 @@ def _cause(scale: ScaleState) -> str:
 # --- a replica ------------------------------------------------------------------------------------------------------
 
 
-def _replica(each: Standing, wall_s: float) -> Iterator[Line]:
+def _replica(each: ReplicaExplanation, wall_s: float) -> Iterator[Line]:
     replica = each.replica
     nodes = " + ".join(shard.node for shard in replica.shards)
     since = f" for {_time(wall_s - replica.phase_at)}"

@@ -33,7 +33,7 @@ from llmgw.core.replica import (
 from llmgw.core.snapshot import Index, Kind, Ref
 
 
-class Standing(msgspec.Struct, frozen=True, kw_only=True):
+class ReplicaExplanation(msgspec.Struct, frozen=True, kw_only=True):
     """One replica. `waits_for`: who or what keeps it from its next phase, empty when nothing does.
 
     `gpus`: indices of the GPUs it holds, by shard, as the nodes count them now. `rolls`: what is wanted otherwise than
@@ -85,7 +85,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     led: bool = True
     guard: Guard | None = None
     waiting_for: tuple[str, ...] | None = None
-    replicas: tuple[Standing, ...] = ()
+    replicas: tuple[ReplicaExplanation, ...] = ()
     profiles: tuple[Verdicts, ...] = ()
     next: Next | None = None
     refused: tuple[Refusal, ...] = ()
@@ -114,7 +114,7 @@ def explain_model(index: Index, name: str, *, wall_s: float, asked: str = "") ->
         led=index.leader is not None,
         guard=fleet.guard if fleet is not None and fleet.guard.on else None,
         waiting_for=tuple(unreported(index, incarnation)) if incarnation is not None and restoring else None,
-        replicas=tuple(_standing(index, replica) for replica in replicas_of(index, name)),
+        replicas=tuple(_explained(index, replica) for replica in replicas_of(index, name)),
     )
     return said if spec is None else _with_verdicts(said, index, spec, state, wall_s)
 
@@ -159,8 +159,8 @@ def _refused(verdicts: list[Fit | Refusal], profile: str) -> Iterator[Refusal]:
 # --- one replica ----------------------------------------------------------------------------------------------------
 
 
-def _standing(index: Index, replica: Replica) -> Standing:
-    return Standing(
+def _explained(index: Index, replica: Replica) -> ReplicaExplanation:
+    return ReplicaExplanation(
         replica=replica,
         waits_for=waits_for(index, replica),
         gpus=tuple(_indices(index, shard) for shard in replica.shards),
