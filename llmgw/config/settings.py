@@ -6,6 +6,8 @@ from typing import Final
 
 import msgspec
 
+from llmgw.core.gang_ports import GANG_PORTS
+
 PAGE_PORT: Final = 8800
 GATEWAY_PORT: Final = 8880
 AGENT_PORT: Final = 8890
@@ -84,7 +86,11 @@ class NamedEngine(Config, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class FabricConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One fast network of this node."""
+    """One fast network of this node. Nodes that name the same `name` can be in one replica.
+
+    rate_gbps: decides between fabrics whose nodes are equally good; unknown counts as slowest.
+    hcas, ifname: of this node; a replica on this fabric may use these HCAs and no other's.
+    """
 
     name: str
     rate_gbps: float | None = None
@@ -95,12 +101,14 @@ class FabricConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True
 class AgentConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """agent.yaml.
 
-    name: the node's name. data_dir: state, logs, lock. address: where gateways reach this node's engines.
+    name: the node's name. data_dir: state, logs, lock.
+    address: where gateways reach this node's engines, and the other members of a replica that spans nodes its own.
     memory_gb, cpus: caps below what the machine has.
     share: the part of the machine's (or cgroup's) memory and CPUs that is this node's; `llmgw dev` gives each of its N
     nodes 1/N, so that nothing is handed out twice.
     engine_ports: an inclusive range, outside the ephemeral range.
-    gang_ports: an inclusive range for what the members of a replica that spans nodes open to each other.
+    gang_ports: an inclusive range for what the members of a replica that spans nodes open to each other; each such
+    replica takes 16 in a row, the same on all its nodes, so nodes of one fabric should name the same range.
     listen: accepted and judged, and not used yet: the agent serves nothing.
     port_rest_s: how long a freed port rests before another replica gets it.
     on_exit: `keep` lets engines outlive the agent, `stop` ends them with it (for `llmgw dev`).
@@ -120,7 +128,7 @@ class AgentConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True)
     share: float = 1.0
     fabrics: tuple[FabricConfig, ...] = ()
     engine_ports: tuple[int, int] = (20000, 20999)
-    gang_ports: tuple[int, int] = (21000, 21999)
+    gang_ports: tuple[int, int] = GANG_PORTS
     port_rest_s: float = 60.0
     on_exit: str = "keep"
     engines: tuple[NamedEngine, ...] = ()
