@@ -73,7 +73,7 @@ class Leader:
     def __init__(self) -> None:
         self.index = Index()
         self.now = Now(wall_s=1_000_000.0, mono_s=100.0)
-        self.view = View(won_mono_s=100.0)
+        self.view = View()
         self.ids = CountingIds()
         self.settings = Settings()
         self.left = Dirty()

@@ -162,7 +162,7 @@ class Reign:
         self._config, self._term, self._mirror = config, term, mirror
         self._wall, self._ids, self._status = wall, ids, status
         self._decide, self._settings = decide, settings(config)
-        self._view = View(won_mono_s=anyio.current_time())
+        self._view = View()
         self._dirty = Dirty(everything=True)
         self._more = False
         self._wake_mono_s: dict[tuple[str, str], float] = {}

@@ -201,8 +201,7 @@ def _guard_then(index: Index, gone: tuple[str, ...], *, now: Now, settings: Sett
     states = [state for state in index.node_states.records() if state.liveness is not Liveness.LOST]
     counted = [state for state in states if state.name not in excused]
     away = sum(1 for state in counted if state.name in gone or state.liveness is Liveness.UNREACHABLE)
-    view = View(won_mono_s=now.mono_s)
-    return guard_by(len(counted), unreachable=away, old=Guard(), now=now, view=view, settings=settings)
+    return guard_by(len(counted), unreachable=away, old=Guard(), now=now, view=View(), settings=settings)
 
 
 # --- one model ------------------------------------------------------------------------------------------------------

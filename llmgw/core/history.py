@@ -194,11 +194,11 @@ class _Before:
         for name, old in self.replicas.items():
             new = after.replicas.record(name)
             for shard in () if old is None else old.shards:
+                where = shard_name(shard.node, name, shard.rank)
                 kept = live_shard(new, node=shard.node, rank=shard.rank)
-                if not shard.released and kept is None and f"{shard.node}/{name}.{shard.rank}" not in self.confirmed:
-                    yield Violation(
-                        number=3, what=f"the claim of {name}.{shard.rank} on {shard.node} ended unconfirmed"
-                    )
+                if not shard.released and kept is None and where not in self.confirmed:
+                    what = f"the claim of {name}.{shard.rank} on {shard.node} ended unconfirmed"
+                    yield Violation(number=3, what=what)
             for shard in () if new is None else new.shards:
                 if live_shard(old, node=shard.node, rank=shard.rank) is None and not shard.released:
                     grown[shard.node] = grown.get(shard.node, 0) + (shard.claim.memory_bytes or 0)
@@ -212,7 +212,7 @@ class _Before:
                 yield Violation(number=1, what=f"{now} bytes are promised on {node}, which has {total}")
 
     def _appeared(self, after: Index, name: str, shard: ReplicaShard) -> Iterator[Violation]:
-        where = f"{shard.node}/{name}.{shard.rank}"
+        where = shard_name(shard.node, name, shard.rank)
         order = after.assignments.record(where)
         if order is None or order.claim != shard.claim:
             yield Violation(number=3, what=f"{name} appeared without its order for {shard.node}")
@@ -351,7 +351,7 @@ def _routable(index: Index, model: str) -> int:
     for each in index.replicas_of.get(model, ()):
         replica, secret = index.replicas.record(each), index.secrets.record(each)
         for shard in () if replica is None else replica.shards:
-            report = index.reports.record(f"{shard.node}/{each}.{shard.rank}")
+            report = index.reports.record(shard_name(shard.node, each, shard.rank))
             count += route(replica, report, None if secret is None else secret.key) is not None
     return count
 

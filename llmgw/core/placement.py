@@ -23,7 +23,6 @@ from llmgw.core.candidates import (
     judge,
     lonely,
     rate_gbps,
-    satisfies,
 )
 from llmgw.core.cards import fits
 from llmgw.core.catalog import ModelSpec, Profile
@@ -35,8 +34,6 @@ from llmgw.core.prospect import Leaning, Prospect
 from llmgw.core.replica import Claim, GpuClaim, ReplicaShard
 from llmgw.core.sieve import ledger_of
 from llmgw.errors import InvariantError
-
-__all__ = ["Fit", "Placement", "Rejection", "by_priority", "explain", "place", "satisfies"]
 
 
 class Fit(msgspec.Struct, frozen=True, kw_only=True):

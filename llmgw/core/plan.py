@@ -106,7 +106,6 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     sampled of the models' load; kept up by `llmgw.core.autoscale.observe`.
     """
 
-    won_mono_s: float
     absent_since: Mapping[str, float] = {}
     forming: Mapping[str, Forming] = {}
     write_failed_mono_s: float | None = None

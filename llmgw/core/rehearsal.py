@@ -111,7 +111,7 @@ class Rehearsal:
         used = {*self.index.replicas, *self.index.assignments_of, *self.index.reports_of}
         self._ids = ids or CountedIds(frozenset(name.rpartition("-")[2] for name in used))
         self._settings = settings or Settings()
-        self._view = View(won_mono_s=now.mono_s)
+        self._view = View()
         self._wakes: dict[tuple[str, str], float] = {}
         self._asked = {*self.index.assignments, *self.index.reports}
         self._up: defaultdict[str, set[str]] = defaultdict(set)

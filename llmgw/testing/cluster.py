@@ -79,7 +79,7 @@ class Cluster:
 
     index: Index = field(default_factory=Index)
     now: Now = field(default_factory=lambda: Now(wall_s=1_000_000.0, mono_s=100.0))
-    view: View = field(default_factory=lambda: View(won_mono_s=100.0))
+    view: View = field(default_factory=View)
     ids: CountingIds = field(default_factory=CountingIds)
     settings: Settings = field(default_factory=Settings)
     wakes: dict[tuple[str, str], float] = field(default_factory=dict)
@@ -295,7 +295,7 @@ class Cluster:
     def new_leader(self) -> None:
         """Another controller takes over, with a clock of its own and nothing seen yet."""
         self.now = Now(wall_s=self.now.wall_s, mono_s=self.now.mono_s + 5000.0)
-        self.view, self.wakes = View(won_mono_s=self.now.mono_s), {}
+        self.view, self.wakes = View(), {}
         self.index.take_dirty()
         self.index.dirty.everything = True
 

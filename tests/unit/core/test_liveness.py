@@ -344,7 +344,7 @@ def test_a_clock_that_stepped_back_does_not_stop_the_counting() -> None:
 def test_observing_keeps_the_first_sight_and_forgets_who_is_back() -> None:
     c = cluster(2)
     c.away("n1")
-    seen = observe(View(won_mono_s=0.0), c.index, c.now)
+    seen = observe(View(), c.index, c.now)
     assert seen.absent_since == {"n1": c.now.mono_s}
     c.advance(10.0)
     assert observe(seen, c.index, c.now) is seen
