@@ -14,7 +14,7 @@ whole or in parts. What is kept with the index between calls saves time, and nev
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from llmgw.core import adoption
 from llmgw.core.draft import Draft, Pass
@@ -94,16 +94,17 @@ def _run(p: Pass, dirty: Dirty) -> None:
         _answer(p, nodes | given_up, dirty.models)
     if rest is not None and not rest.models:
         p.tries = 0  # no replica goes anywhere while there are nodes that nobody has looked at
-    names = _touched_models(p, models=dirty.models, nodes=nodes)
+    names = dirty.models | p.draft.touched.models
+    waiting = dict.fromkeys(index.standing.pending if nodes or p.draft.touched.nodes else (), 0) | dirty.short
     if left.nodes:
         left.models |= names
-        left.short |= dirty.short
+        left.short |= waiting
     else:
         names = set(_share(p, sorted(names), left.models))
         if rest is not None and rest.models:
             swept, rest = _next_models(p, rest)
             names.update(swept)
-        _models(p, names, short=dirty.short - names - left.models)
+        _models(p, names, waiting)
     left.rest = rest
     p.plan.more = bool(left)
 
@@ -117,40 +118,45 @@ def _answer(p: Pass, nodes: set[str], models: set[str]) -> None:
     p.plan.left.nodes.update(name.partition("/")[0] for name in later)
 
 
-def _models(p: Pass, names: set[str], *, short: set[str]) -> None:
-    """Tend the named models, then those that wait for room if anything about any node changed.
+def _models(p: Pass, names: set[str], waiting: Mapping[str, int]) -> None:
+    """Tend the named models, and as many of those that lack only placements as may be tried.
 
-    `short`: models of which all but some placements was done; they are come back to as far as more may be tried.
+    Models with something that fits nowhere come last, so that trying them in vain keeps nobody else from a place.
+
+    `waiting`: models to come back to -> for how many passes nobody has. The longest first, so that each has its turn.
     """
-    left = p.plan.left
+    left, pending = p.plan.left, frozenset(p.index.standing.pending)
     for name in sorted(names):
         tend_leaving(p, name)
     inventory = Inventory(p.index)
     done: list[Tended | None] = []
-    for name in sorted(names | short):
-        if p.tries > 0 or name in names:
+
+    def order(name: str) -> tuple[bool, bool, int, str]:
+        waited = waiting.get(name, 0)
+        return (name in pending, waited > 0 and name not in pending, -waited, name)
+
+    def visit(name: str) -> None:
+        if name in names or (p.tries > 0 and p.looks > 0):
+            p.looks -= 0 if name in names else _cost(p.index, name)
             done.append(tend(p, name, inventory))
-        else:
-            left.short.add(name)
-    if p.draft.touched.nodes and not p.restoring:
-        waiting = _share(p, sorted(p.index.standing.pending - names - short), left.models)
-        done += [tend(p, name, inventory) for name in waiting]
+        elif name not in left.models:
+            left.short[name] = waiting.get(name, 0) + 1
+
+    for name in sorted(names | waiting.keys(), key=order):
+        visit(name)
+    if p.draft.touched.nodes and not p.restoring:  # this very pass may have made room
+        for name in sorted(p.index.standing.pending - names - waiting.keys()):
+            visit(name)
     for model in (each for each in done if each is not None):
         conclude(p, model, inventory)
         if model.short:
-            left.short.add(model.name)
+            left.short[model.name] = waiting.get(model.name, 0) + 1
 
 
 def _given_up(p: Pass) -> set[str]:
     """Nodes that this pass has declared Lost, or forgotten."""
     states = {name: p.index.node_states.record(name) for name in p.draft.touched.nodes}
     return {name for name, state in states.items() if state is None or state.liveness is Liveness.LOST}
-
-
-def _touched_models(p: Pass, *, models: set[str], nodes: set[str]) -> set[str]:
-    """Models that the changes since the last pass, and what this one has done so far, may concern."""
-    names = models | p.draft.touched.models
-    return names | p.index.standing.pending if nodes or p.draft.touched.nodes else names
 
 
 def _cost(index: Index, name: str) -> int:

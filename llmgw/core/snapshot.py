@@ -46,14 +46,14 @@ class Dirty:
     """What changed since the last pass: models and nodes by name, `fleet` where it concerns none of them by itself.
 
     What a node is concerns the models that have replicas there; what it holds, only those that wait for room.
-    `short`: models that were looked at, but the pass ended before all that they lack was tried. `everything` after a
-    reset or a global change: all is to be looked at, however many passes that takes. `rest`: such a look is under way,
-    and this is what it has not come to yet.
+    `short`: models that were looked at, but not all that they lack was tried -> how many passes in a row have not come
+    to it. `everything` after a reset or a global change: all is to be looked at, however many passes that takes.
+    `rest`: such a look is under way, and this is what it has not come to yet.
     """
 
     models: set[str] = field(default_factory=set)
     nodes: set[str] = field(default_factory=set)
-    short: set[str] = field(default_factory=set)
+    short: dict[str, int] = field(default_factory=dict)
     fleet: bool = False
     everything: bool = False
     rest: Rest | None = None
@@ -66,7 +66,7 @@ class Dirty:
         """Take in what `other` says is dirty; `other` stays as it is."""
         self.models |= other.models
         self.nodes |= other.nodes
-        self.short |= other.short
+        self.short |= {name: max(waited, self.short.get(name, 0)) for name, waited in other.short.items()}
         self.fleet = self.fleet or other.fleet
         self.everything = self.everything or other.everything
         rests = [rest for rest in (self.rest, other.rest) if rest is not None]

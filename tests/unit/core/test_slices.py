@@ -59,7 +59,7 @@ def test_what_changed_comes_before_what_is_merely_to_be_looked_at() -> None:
     c.index.dirty.rest = Rest(after="n1")
     c.model("z", replicas=1)
     c.spec("n5", cordon=True)
-    assert c.step().left == Dirty(rest=Rest(after="n3"), short={"z"})
+    assert c.step().left == Dirty(rest=Rest(after="n3"), short={"z": 1})
     plan = c.step()
     assert plan.counts()["place"] == 1
     assert not plan.left.short
@@ -103,7 +103,7 @@ def test_no_replica_goes_anywhere_while_there_are_nodes_that_nobody_has_looked_a
     c.index.dirty.everything = True
     plan = c.step()
     assert plan.left.rest == Rest(after="n1")
-    assert plan.left.short == {"m"}
+    assert plan.left.short == {"m": 1}
     assert not c.replicas("m")
     slices(c)
     assert len(c.replicas("m")) == 1
@@ -115,11 +115,11 @@ def test_a_model_that_lacks_nothing_but_placements_is_not_looked_at_until_its_tu
     for name in "abc":
         c.model(name, replicas=2)
     c.step()
-    plan = c.plan(Dirty(short={"b", "c"}))
+    plan = c.plan(Dirty(short={"b": 1, "c": 1}))
     assert {
         write.ref.name for group in plan.groups for write in group.writes if write.ref.kind is Kind.MODEL_STATE
     } == {"b"}
-    assert plan.left == Dirty(short={"c"})
+    assert plan.left == Dirty(short={"c": 2})
 
 
 def test_a_model_larger_than_a_slice_is_looked_at_whole() -> None:
@@ -168,6 +168,34 @@ def test_who_waits_for_room_is_looked_at_when_a_node_changes_and_nothing_is_writ
     facts = c.index.facts.record("n1")
     assert facts is not None
     c.write(Kind.FACTS, "n1", msgspec.structs.replace(facts, memory_bytes=128 * GB))
+    assert c.step().counts()["place"] == 1
+
+
+def test_who_waits_for_room_has_its_turn_however_many_wait_and_however_often_nodes_change() -> None:
+    c = fleet(1)
+    for name in "abcde":
+        c.model(name, cpu_profile(500.0))
+    c.model("z", cpu_profile(64.0))
+    c.settle()
+    assert c.index.standing.pending == set("abcdez")
+    c.settings = Settings(placements_max=2)
+    facts = c.index.facts.record("n1")
+    assert facts is not None
+    for passes in range(3):
+        c.write(Kind.FACTS, "n1", msgspec.structs.replace(facts, memory_bytes=(128 + passes) * GB))
+        plan = c.step()
+        assert plan.more
+    assert len(c.replicas("z")) == 1
+
+
+def test_who_has_a_place_waits_for_none_of_those_who_find_none() -> None:
+    c = fleet(1)
+    for name in "abcde":
+        c.model(name, cpu_profile(500.0))
+    c.settle()
+    c.settings = Settings(placements_max=2)
+    c.model("z")
+    c.spec("n1", labels={"a": "b"})
     assert c.step().counts()["place"] == 1
 
 
