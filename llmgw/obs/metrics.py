@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from llmgw.core.inventory import node_inventory
 from llmgw.core.live import LoadView
 from llmgw.core.node import Liveness, credible
 from llmgw.core.snapshot import Index
@@ -143,15 +144,8 @@ def _nodes(index: Index) -> Iterator[Metric]:
         "llmgw_node_memory_claimed_bytes",
         "Memory of a node promised to replicas.",
         ("node",),
-        (((node,), claimed_bytes(index, node)) for node in index.nodes()),
+        (((node,), node_inventory(index, node).claimed_bytes) for node in index.nodes()),
     )
-
-
-def claimed_bytes(index: Index, node: str) -> int:
-    """Memory of `node` that replicas hold, by their claims."""
-    held = (index.replicas.record(name) for name in sorted(index.replicas_on.get(node, ())))
-    shards = (shard for replica in held if replica is not None for shard in replica.shards)
-    return sum(shard.claim.memory_bytes or 0 for shard in shards if shard.node == node and not shard.released)
 
 
 def _counts(numbers: Mapping[str, float]) -> list[Sample]:

@@ -11,12 +11,12 @@ import msgspec
 
 from llmgw.core.explain import render_at
 from llmgw.core.gpu import flaws
+from llmgw.core.inventory import node_inventory
 from llmgw.core.model_text import asleep, range_text, why_now
 from llmgw.core.node import Liveness, NodeState, credible
 from llmgw.core.replica import Replica
 from llmgw.core.snapshot import Index
 from llmgw.core.units import Now, format_number, format_used
-from llmgw.obs.metrics import claimed_bytes
 from llmgw.obs.status import ControllerStatus
 
 STALE_S = 15.0
@@ -132,7 +132,7 @@ def _alerts(status: ControllerStatus, index: Index, age_s: float | None, now: No
 def _node(index: Index, name: str, now: Now) -> NodeRow:
     state, facts, session = index.node_states.record(name), index.facts.record(name), index.sessions.record(name)
     spec = index.node_specs.record(name)
-    total, claimed = None if facts is None else credible(facts.memory_bytes), claimed_bytes(index, name)
+    total, claimed = None if facts is None else credible(facts.memory_bytes), node_inventory(index, name).claimed_bytes
     notes = [word for word, on in (("cordoned", spec and spec.cordon), ("draining", spec and spec.drain)) if on]
     if facts is not None and (wrong := flaws(facts)):
         notes.append(f"its facts can't be true: {', '.join(wrong)}")
