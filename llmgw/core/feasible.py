@@ -1,7 +1,7 @@
-"""What a profile asks for that no node of the fleet has, full or empty: said when it is applied, not at night.
+"""What a profile asks for that no node of the fleet could give, full or empty: said when it is applied, not at night.
 
 Pure. Only what nodes are known to have is held against a profile: one node that does not say whether it has the thing,
-and nothing is said. It never refuses: the machines may be bought tomorrow.
+and nothing is said. It never refuses: the machines may be bought tomorrow, and newer agents be installed.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import msgspec
 
 from llmgw.core.catalog import ModelSpec, Profile
 from llmgw.core.inventory import NodeInventory
+from llmgw.core.startable import unstartable
 from llmgw.core.units import format_bytes
 from llmgw.core.yaml_tree import nearest
 
@@ -29,7 +30,16 @@ class Doubt(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.model} ({self.profile}): {self.why}{hint}"
 
 
-def doubts(nodes: Iterable[NodeInventory], specs: Iterable[ModelSpec]) -> Iterator[Doubt]:
+def doubts(nodes: Iterable[NodeInventory], specs: Sequence[ModelSpec]) -> Iterator[Doubt]:
+    """Everything that can be said against profiles of `specs`: what no agent starts, and what no node has."""
+    for spec in specs:
+        for profile in spec.profiles:
+            if (why := unstartable(nodes=profile.nodes, gpus_per_node=profile.gpus_per_node)) is not None:
+                yield Doubt(model=spec.name, profile=profile.name, why=f"{why}: it may be placed, and does not start")
+    yield from lacks(nodes, specs)
+
+
+def lacks(nodes: Iterable[NodeInventory], specs: Iterable[ModelSpec]) -> Iterator[Doubt]:
     """Everything that profiles of `specs` ask for and none of `nodes` has, whatever is free; nothing without nodes."""
     known = [node for node in nodes if node.facts is not None and not node.flaws]
     if not known:

@@ -14,6 +14,7 @@ from llmgw.core.catalog import Task
 from llmgw.core.engine_flags import arg_owner
 from llmgw.core.ids import slug
 from llmgw.core.replica import Assignment
+from llmgw.core.startable import unstartable
 from llmgw_agent.engines.launch import Binary, Launch, NodeView, base_env, refuse_owned_env
 from llmgw_agent.host import StartFailed
 
@@ -38,13 +39,12 @@ def launch(
     """How to start the engine of `order` on CPUs.
 
     Raises:
-        StartFailed: the profile asks for what the launcher does not allow, or for GPUs.
+        StartFailed: the profile asks for what the launcher does not allow, for GPUs, or for several nodes.
     """
     want = order.launch
-    if want.gpus_per_node or order.claim.gpus:
-        raise StartFailed("this agent starts llama.cpp on CPUs only")
-    if order.gang is not None or want.nodes > 1:
-        raise StartFailed("this agent starts llama.cpp on one node only")
+    nodes = max(want.nodes, 1 if order.gang is None else 2)
+    if (why := unstartable(nodes=nodes, gpus_per_node=max(want.gpus_per_node, len(order.claim.gpus)))) is not None:
+        raise StartFailed(why)
     refuse_owned_args(want.args)
     refuse_owned_env(want.env)
     set_by_user = {_flag(arg) for arg in want.args}

@@ -116,9 +116,9 @@ def test_variables_that_are_the_launchers_are_refused(name: str) -> None:
 
 
 def test_what_this_agent_cannot_start_is_refused() -> None:
-    with pytest.raises(StartFailed, match="on CPUs only"):
+    with pytest.raises(StartFailed, match=r"CPUs of one node only, and this asks for 1 GPU a node$"):
         launched(launch={"gpus_per_node": 1})
-    with pytest.raises(StartFailed, match="on CPUs only"):
+    with pytest.raises(StartFailed, match="1 GPU a node"):
         launch(
             assignment(claim=Claim(gpus=(GpuClaim(uuid="GPU-1"),))),
             binary=BINARY,
@@ -127,5 +127,7 @@ def test_what_this_agent_cannot_start_is_refused() -> None:
             node=NODE,
             port=1,
         )
-    with pytest.raises(StartFailed, match="on one node only"):
+    with pytest.raises(StartFailed, match="2 nodes"):
         launched(gang=Gang(fabric="ib", peers=(), ports=()))
+    with pytest.raises(StartFailed, match="asks for 3 nodes and 2 GPUs a node"):
+        launched(launch={"nodes": 3, "gpus_per_node": 2})

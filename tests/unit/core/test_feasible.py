@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from llmgw.core.catalog import Profile
-from llmgw.core.feasible import doubts
+from llmgw.core.feasible import doubts, lacks
 from llmgw.core.inventory import Inventory
 from llmgw.core.node import Fabric, Facts, Gpu, GpuHealth
 from llmgw.core.snapshot import Kind
@@ -33,7 +33,7 @@ def cluster(**nodes: dict[str, object]) -> Cluster:
 
 
 def said(made: Cluster, profile: Profile) -> list[str]:
-    return [str(doubt) for doubt in doubts(Inventory(made.index).nodes(), [model_spec("m", profile)])]
+    return [str(doubt) for doubt in lacks(Inventory(made.index).nodes(), [model_spec("m", profile)])]
 
 
 def gpu_profile(count: int, **more: object) -> Profile:
@@ -104,3 +104,14 @@ def test_a_node_that_contradicts_itself_proves_nothing() -> None:
     facts = fleet.index.facts.record("a")
     assert isinstance(facts, Facts)
     assert said(fleet, cpu_profile(1000)) == []
+
+
+def test_what_no_agent_of_this_version_starts_is_said_of_any_fleet() -> None:
+    fits = cluster(a={"gpus": gpus(2)})
+    spec = model_spec("m", gpu_profile(2), cpu_profile(None, name="wide", nodes=2), cpu_profile(1))
+    for fleet in (fits, Cluster()):
+        told = [doubt for doubt in doubts(Inventory(fleet.index).nodes(), [spec]) if "agents" in doubt.why]
+        assert [doubt.profile for doubt in told] == ["gpu", "wide"]
+        assert told[0].why.startswith("agents of this version start engines on CPUs of one node only, and this asks")
+        assert "2 GPUs a node: it may be placed, and does not start" in told[0].why
+        assert "2 nodes: " in told[1].why
