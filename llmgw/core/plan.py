@@ -46,15 +46,19 @@ class Plan:
     """The outcome of one pass, in the order it must be committed.
 
     `wake_mono_s`: for each model or node that was looked at, the moment on the leader's monotonic clock at which time
-    alone may change the decision; absent when only a change of the tree can. `more`: the pass was cut at its bound,
-    what it did not get to must stay dirty (`left`) and another pass is due at once.
+    alone may change the decision; absent when only a change of the tree can. `left`: what the pass, cut at its bound,
+    did not get to and must stay dirty.
     """
 
     groups: list[Group] = field(default_factory=list)
     wake_mono_s: dict[tuple[str, str], float] = field(default_factory=dict)
     """Keyed by ("model", name) or ("node", name) or ("fleet", "")."""
-    more: bool = False
     left: Dirty = field(default_factory=Dirty)
+
+    @property
+    def more(self) -> bool:
+        """Whether the pass was cut, so that another is due at once."""
+        return bool(self.left)
 
     @property
     def empty(self) -> bool:

@@ -106,7 +106,6 @@ def _run(p: Pass, dirty: Dirty) -> None:
             names.update(swept)
         _models(p, names, waiting)
     left.rest = rest
-    p.plan.more = bool(left)
 
 
 def _answer(p: Pass, nodes: set[str], models: set[str]) -> None:

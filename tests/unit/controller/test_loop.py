@@ -229,7 +229,7 @@ def test_every_plan_sees_all_that_this_leader_committed_before() -> None:
     async def scene(world: World) -> None:
         decide = Scripted()
         # `more`: the next pass is due at once, long before the watch tells of the last one's commit.
-        decide.plans = [Plan(groups=[note("m", reason=str(n))], more=True) for n in range(50)]
+        decide.plans = [Plan(groups=[note("m", reason=str(n))], left=Dirty(models={"m"})) for n in range(50)]
         committed = [0]
 
         def check(index: Index) -> None:
@@ -349,7 +349,7 @@ def test_a_look_at_everything_goes_on_where_it_was_cut_and_counts_from_its_begin
     async def scene(world: World) -> None:
         decide = Scripted()
         lefts = [Dirty(rest=Rest(after="n"), nodes={"k"}), Dirty(rest=Rest(models=True)), Dirty(rest=Rest(after="z"))]
-        decide.plans = [Plan(more=True, left=left) for left in lefts]
+        decide.plans = [Plan(left=left) for left in lefts]
         world.start("a", decide)
         await anyio.sleep(300)
         assert decide.dirty == [Dirty(everything=True), *lefts]
@@ -366,7 +366,7 @@ def test_a_failed_commit_does_not_lose_what_is_left_of_a_look_at_everything() ->
     async def scene(world: World) -> None:
         decide = Scripted()
         rest = Rest(models=True, after="m")
-        decide.plans = [Plan(more=True, left=Dirty(rest=rest)), Plan(groups=[note("x")])]
+        decide.plans = [Plan(left=Dirty(rest=rest)), Plan(groups=[note("x")])]
         a = world.start("a", decide)
         a.store.judges.append(once(TxnFault(fate=Fate.REFUSED), where=lambda ops: len(ops) > 1))
         await anyio.sleep(300)
@@ -410,7 +410,7 @@ def test_changes_are_gathered() -> None:
 def test_a_pass_that_was_cut_is_taken_up_at_once() -> None:
     async def scene(world: World) -> None:
         decide = Scripted()
-        decide.plans = [Plan(more=True, left=Dirty(models={"late"})), Plan()]
+        decide.plans = [Plan(left=Dirty(models={"late"})), Plan()]
         world.start("a", decide)
         await anyio.sleep(20)
         assert [dirty.models for dirty in decide.dirty] == [set(), {"late"}]
