@@ -173,7 +173,7 @@ def _crowded(index: Index, replica: Replica, shard: ReplicaShard, *, late: bool)
 
 
 def _released(index: Index, order: Assignment) -> Iterator[Violation]:
-    """Whether a head is to start before its workers are ready. It may run already, ordered in a history now lost."""
+    """Whether a head is to start before its workers are ready. It may run already, told so in a lost history."""
     head = index.reports.record(shard_name(order.node, order.replica, order.rank))
     if head is not None and head.phase is not ShardPhase.HELD and head.phase not in GONE:
         return
