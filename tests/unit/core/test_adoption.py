@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from llmgw.core.adoption import concerned
 from llmgw.core.explain import Constraint, Refusal, render
 from llmgw.core.invariants import unanswered
 from llmgw.core.inventory import node_inventory
@@ -609,6 +610,38 @@ def test_after_a_restore_what_runs_is_adopted_at_once_and_the_rest_answered_at_t
     assert stop is not None
     assert stop.desired is Desired.STOPPED
     c.settle()
+
+
+def test_after_a_restore_what_waits_is_asked_about_again_when_its_model_is_there_again() -> None:
+    c = serving(nodes=3)
+    old = c.one("m")
+    restored(c)
+    lose(c, old)
+    spec = c.index.models.record("m")
+    c.meddle((Kind.MODEL, "m", None))
+    c.back(old.shards[0].node)
+    c.step()
+    assert not c.replicas("m"), "nobody wants it, as far as is known"
+    c.write(Kind.MODEL, "m", spec)
+    plan = c.step()
+    assert plan.counts()["adopt"] == 1
+    assert c.one("m").id == old.id
+
+
+def test_what_waits_is_concerned_by_its_node_its_model_and_the_nodes_of_its_gang() -> None:
+    c = serving(nodes=3)
+    first, second = gang(c)
+    for each in (first, second):
+        c.report(f"{each.node}/m-ggggg.{each.rank}", ShardPhase.READY, order=each)
+    c.meddle((Kind.ASSIGNMENT, "n3/m-ooooo.0", msgspec.structs.replace(first, node="n3", rank=0, replica="m-ooooo")))
+    both, other = {"n1/m-ggggg.0", "n2/m-ggggg.1"}, "n3/m-ooooo.0"
+    assert c.index.standing.unanswered == {*both, other}
+    nobody = set[str]()
+    assert concerned(c.index, nodes=nobody, models=nobody) == nobody
+    assert concerned(c.index, nodes={"n1"}, models=nobody) == both
+    assert concerned(c.index, nodes={"n3"}, models=nobody) == {other}
+    assert concerned(c.index, nodes=nobody, models={"m"}) == {*both, other}
+    assert concerned(c.index, nodes=nobody, models={"x"}) == nobody
 
 
 def test_after_a_restore_a_lost_or_forgotten_node_is_not_waited_for() -> None:

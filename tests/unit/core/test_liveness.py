@@ -334,6 +334,16 @@ def test_only_so_many_are_lost_a_minute_and_the_longest_gone_first(nodes: int, a
     assert lost == gone
 
 
+def test_a_node_whose_session_cannot_be_read_is_not_declared_lost() -> None:
+    c = cluster(4)
+    c.away("n1")
+    c.step()
+    c.spoil(Kind.SESSION, "n1")
+    c.advance(2000.0)
+    c.step()
+    assert state(c, "n1").liveness is UNREACHABLE, "it may well be there"
+
+
 def test_a_clock_that_stepped_back_does_not_stop_the_counting() -> None:
     lost = NodeState(name="n1", liveness=LOST, since_at=5000.0)
     assert losable(1, [lost], now=Now(wall_s=5010.0, mono_s=0.0)) == (0, 50.0)
