@@ -26,6 +26,7 @@ from pathlib import Path
 import msgspec
 from fleet import STORE, models, nodes
 
+from llmgw.core.ids import CountedIds
 from llmgw.core.invariants import check, claimed_bytes, require
 from llmgw.core.liveness import observe
 from llmgw.core.plan import Plan, Settings, View
@@ -36,7 +37,6 @@ from llmgw.core.snapshot import Change, Dirty, Index, Kind, Ref
 from llmgw.core.units import Now
 from llmgw.store import codec
 from llmgw.testing.apply import changes_of
-from llmgw.testing.cluster import CountingIds
 
 SIZES = (100, 1_000, 10_000)
 ROUNDS_NODES_MAX = 1_000
@@ -74,7 +74,7 @@ class Leader:
         self.index = Index()
         self.now = Now(wall_s=1_000_000.0, mono_s=100.0)
         self.view = View()
-        self.ids = CountingIds()
+        self.ids = CountedIds()
         self.settings = Settings()
         self.left = Dirty()
         self.wakes: dict[tuple[str, str], float] = {}

@@ -140,7 +140,7 @@ def target_load(index: Index, spec: ModelSpec) -> float:
     there = [slots[each.profile] for each in replicas_of(index, spec.name) if is_live(each) and each.profile in slots]
     if there:
         return float(min(there))
-    return float(max(spec.profiles, key=lambda profile: profile.priority).slots) if spec.profiles else 1.0
+    return float(spec.by_priority[0].slots) if spec.profiles else 1.0
 
 
 def _within(scaling: Scaling, number: int) -> int:

@@ -102,6 +102,11 @@ class ModelSpec(Record, frozen=True, kw_only=True):
     scaling: Scaling = Scaling()
     fallbacks: tuple[str, ...] = ()
 
+    @property
+    def by_priority(self) -> tuple[Profile, ...]:
+        """The profiles in the order they are tried: priority, then as written."""
+        return tuple(sorted(self.profiles, key=lambda profile: -profile.priority))
+
 
 class Alias(Record, frozen=True, kw_only=True):
     """`spec/aliases/<name>`: another name for a model."""

@@ -18,7 +18,7 @@ from llmgw.core.catalog import EngineSpec, ModelSpec, launch_hash
 from llmgw.core.inventory import NodeInventory, node_inventory
 from llmgw.core.lifecycle import is_frozen, is_live, replicas_of
 from llmgw.core.node import Liveness
-from llmgw.core.replica import ModelState, Replica, ReplicaPhase, Retire
+from llmgw.core.replica import ModelState, Replica, ReplicaPhase, Retire, old_first
 from llmgw.core.snapshot import Index, Kind
 
 
@@ -81,7 +81,7 @@ class Census(msgspec.Struct, frozen=True, kw_only=True):
     def replaceable(self) -> list[Replica]:
         """Those that the next replicas stand in for, in order; what has a stand-in already is left out."""
         done = {replica.replaces for replica in self.steady}
-        moving = [*self.lost, *self.drained, *(_old_first(self.outdated) if self.may_surge else ())]
+        moving = [*self.lost, *self.drained, *(old_first(self.outdated) if self.may_surge else ())]
         return [replica for replica in moving if replica.id not in done]
 
 
@@ -210,7 +210,7 @@ def _rolled(census: Census) -> Iterator[Retirement]:
     """Outdated replicas that a rollout needs no longer: as many serve without them as are wanted."""
     left = len(census.steady)
     serving = sum(1 for replica in census.steady if replica.id in census.ready)
-    for replica in sorted(census.outdated, key=lambda each: (each.id in census.ready, each.created_at, each.id)):
+    for replica in sorted(old_first(census.outdated), key=lambda each: each.id in census.ready):
         after = serving - (replica.id in census.ready)
         if left > census.target and after >= census.floor:
             left, serving = left - 1, after
@@ -234,7 +234,3 @@ def _surplus(census: Census, among: tuple[Replica, ...]) -> Iterator[Retirement]
             yield replica, Retire.CANCELLED, "what it was to replace is there again"
         else:
             yield replica, Retire.SCALE_DOWN, "fewer replicas are wanted"
-
-
-def _old_first(replicas: Iterable[Replica]) -> list[Replica]:
-    return sorted(replicas, key=lambda each: (each.created_at, each.id))

@@ -18,7 +18,7 @@ from llmgw.core.launch_diff import why_rolled
 from llmgw.core.lifecycle import is_frozen, is_live, order_ref, replicas_of, report_of
 from llmgw.core.model_text import why_now
 from llmgw.core.node import Guard, Liveness
-from llmgw.core.placement import Fit, Placement, by_priority, place, rank
+from llmgw.core.placement import Fit, Placement, place, rank
 from llmgw.core.placement import explain as weigh
 from llmgw.core.replica import (
     Assignment,
@@ -133,7 +133,7 @@ def _with_verdicts(
             fits=tuple(sorted(_fits(verdicts, profile.name), key=lambda fit: rank(fit.score))),
             refused=tuple(_refused(verdicts, profile.name)),
         )
-        for profile in by_priority(spec)
+        for profile in spec.by_priority
     ]
     placement, following = place(inventory, spec, failed=lately), None
     if isinstance(placement, Placement):

@@ -24,7 +24,7 @@ from llmgw.core.node import Guard, Liveness, NodeState
 from llmgw.core.plan import Delete, Put, Settings, View, Write
 from llmgw.core.record import Generation
 from llmgw.core.rehearsal import Rehearsal, serves
-from llmgw.core.replica import ModelState, Replica, Retire, Rollout
+from llmgw.core.replica import ModelState, Replica, Retire, Rollout, old_first
 from llmgw.core.snapshot import Index, Kind, Ref
 from llmgw.core.units import Now
 
@@ -265,7 +265,7 @@ def _steps(index: Index, then: Rehearsal, name: str) -> tuple[Step, ...]:
     new = [then_live[each] for each in sorted(then_live.keys() - now_live.keys())]
     follows = _successors([replica for each, replica in now_live.items() if each not in then_live], new, then)
     steps: list[Step] = []
-    for replica in sorted(now_live.values(), key=lambda each: (each.created_at, each.id)):
+    for replica in old_first(now_live.values()):
         if replica.id in then_live:
             steps.append(_stays(index, then, replica))
         else:
@@ -284,7 +284,7 @@ def _successors(gone: list[Replica], new: list[Replica], then: Rehearsal) -> dic
     left = {replica.id: replica for replica in new}
     wanting = [
         replica
-        for replica in sorted(gone, key=lambda each: (each.created_at, each.id))
+        for replica in old_first(gone)
         if replica.id not in then.retired or then.retired[replica.id].retire not in _NOT_FOLLOWED
     ]
     for replica in wanting:

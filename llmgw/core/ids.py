@@ -68,6 +68,38 @@ class Ids(Protocol):
         ...
 
 
+class CountedIds:
+    """Ids that count up: the same each time, unknown to nobody, so for what is only imagined. Implements `Ids`.
+
+    Suffixes come in order, so that replicas placed at one moment rank as they were placed. `used`: suffixes left out,
+    so that what comes is never taken for what went. `count`: how many were given.
+    """
+
+    def __init__(self, *, count: int = 0, used: frozenset[str] = frozenset()) -> None:
+        self.count = count
+        self._used = used
+
+    def suffix(self) -> str:
+        """The next suffix."""
+        while True:
+            self.count += 1
+            left, text = self.count, ""
+            for _ in range(SUFFIX_LEN):
+                left, digit = divmod(left, len(SUFFIX_ALPHABET))
+                text = SUFFIX_ALPHABET[digit] + text
+            if text not in self._used:
+                return text
+
+    def key(self) -> Secret:
+        """A key that names the number of the suffix before it: no secret, and nothing real is started with it."""
+        return Secret(f"{self.count:064x}")
+
+    def token(self) -> str:
+        """The next number, as 32 hex digits."""
+        self.count += 1
+        return f"{self.count:032x}"
+
+
 def name_problem(name: str) -> str | None:
     """Why `name` can't name a node, replica, engine or key; None when it can."""
     if len(name) > NAME_LEN_MAX:

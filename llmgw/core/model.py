@@ -47,6 +47,7 @@ from llmgw.core.replica import (
     ReplicaShard,
     Retire,
     Rollout,
+    old_first,
 )
 from llmgw.core.sieve import ledger_of
 from llmgw.core.snapshot import Index, Kind, Ref
@@ -316,7 +317,7 @@ def _try(p: Pass, spec: ModelSpec, inventory: Inventory, *, failed: frozenset[st
 
 def _make_room(p: Pass, model: Tended, spec: ModelSpec, census: Census, inventory: Inventory) -> None:
     """A rollout that has no room for two: the old replica goes first, if that is what makes room."""
-    for old in sorted(census.outdated, key=lambda replica: (replica.created_at, replica.id)):
+    for old in old_first(census.outdated):
         names = [shard_name(shard.node, old.id, shard.rank) for shard in old.shards]
         without: list[Write] = [Delete(ref=Ref(Kind.REPLICA, old.id))]
         without += [Delete(ref=Ref(kind, name)) for name in names for kind in (Kind.ASSIGNMENT, Kind.SHARD)]

@@ -81,11 +81,6 @@ def rejected(refusals: Iterable[Refusal]) -> Rejection:
     return Rejection(refused=counted(given), nearest=nearest(given), nodes=len(nodes))
 
 
-def by_priority(spec: ModelSpec) -> list[Profile]:
-    """A model's profiles in the order they are tried: priority, then as written."""
-    return sorted(spec.profiles, key=lambda profile: -profile.priority)
-
-
 # --- the order ------------------------------------------------------------------------------------------------------
 
 
@@ -172,7 +167,7 @@ def place(inventory: Inventory, spec: ModelSpec, *, failed: frozenset[str] = fro
     near: list[Refusal] = []
     if not spec.profiles:
         return rejected([Refusal(constraint=Constraint.NO_PROFILES, profile="")])
-    for profile in by_priority(spec):
+    for profile in spec.by_priority:
         whole = _whole(inventory, profile, nodes=len(ledger.nodes))
         if whole is not None:
             counts[profile.name, whole.constraint] = 1
@@ -292,7 +287,7 @@ def explain(inventory: Inventory, spec: ModelSpec, *, failed: frozenset[str] = f
         return [Refusal(constraint=Constraint.NO_PROFILES, profile="")]
     standing = Standing(model=spec.name, source=spec.source, failed=failed)
     said: list[Fit | Refusal] = []
-    for profile in by_priority(spec):
+    for profile in spec.by_priority:
         found = survey(inventory, profile)
         for name, each in found.judged.items():
             if isinstance(each, Refusal):

@@ -17,7 +17,7 @@ from typing import Final
 import msgspec
 
 from llmgw.core.census import take_census
-from llmgw.core.ids import SUFFIX_ALPHABET, SUFFIX_LEN, Ids, Secret
+from llmgw.core.ids import CountedIds, Ids
 from llmgw.core.lifecycle import is_live, report_of
 from llmgw.core.liveness import observe
 from llmgw.core.plan import Delete, Put, Settings, View, Write
@@ -33,36 +33,6 @@ replicas take one."""
 
 TICK_S: Final = 0.001
 """How far the clock is moved beyond the moment that was waited for, so that no rounding leaves it just before."""
-
-
-class CountedIds:
-    """Ids that count up: the same in every rehearsal, worth nothing outside it. Implements `llmgw.core.ids.Ids`.
-
-    `used`: suffixes left out, so that what comes is never taken for what went.
-    """
-
-    def __init__(self, used: frozenset[str] = frozenset()) -> None:
-        self._count, self._used = 0, used
-
-    def suffix(self) -> str:
-        """The next suffix in order, so that replicas placed at one moment rank as they were placed."""
-        while True:
-            self._count += 1
-            left, digits = self._count, ""
-            for _ in range(SUFFIX_LEN):
-                left, digit = divmod(left, len(SUFFIX_ALPHABET))
-                digits = SUFFIX_ALPHABET[digit] + digits
-            if digits not in self._used:
-                return digits
-
-    def key(self) -> Secret:
-        """No key: nothing is ever started with it."""
-        return Secret("")
-
-    def token(self) -> str:
-        """The next number, as 32 hex digits."""
-        self._count += 1
-        return f"{self._count:032x}"
 
 
 def copied(index: Index) -> Index:
@@ -109,7 +79,7 @@ class Rehearsal:
         self.rounds = 0
         self._start, self._now = now, now
         used = {*self.index.replicas, *self.index.assignments_of, *self.index.reports_of}
-        self._ids = ids or CountedIds(frozenset(name.rpartition("-")[2] for name in used))
+        self._ids = ids or CountedIds(used=frozenset(name.rpartition("-")[2] for name in used))
         self._settings = settings or Settings()
         self._view = View()
         self._wakes: dict[tuple[str, str], float] = {}

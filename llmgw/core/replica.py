@@ -8,6 +8,7 @@ of an assignment never stops anything.
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from typing import Final
 
 from llmgw.core.catalog import DRAIN_S, START_S, Task
@@ -217,6 +218,11 @@ class Replica(Record, frozen=True, kw_only=True):
         """Whether it spans nodes and is on its way to being ready for the first time."""
         starting = self.phase in (ReplicaPhase.PLACED, ReplicaPhase.STARTING)
         return starting and self.ready_at is None and len(self.shards) > 1
+
+
+def old_first(replicas: Iterable[Replica]) -> list[Replica]:
+    """The oldest first, and by id what was placed at one moment."""
+    return sorted(replicas, key=lambda replica: (replica.created_at, replica.id))
 
 
 def live_shard(replica: Replica | None, *, node: str, rank: int) -> ReplicaShard | None:

@@ -11,7 +11,7 @@ import msgspec
 
 from llmgw.core.catalog import ModelSpec, NodeSpec, Profile, Scaling
 from llmgw.core.history import Checker
-from llmgw.core.ids import SUFFIX_ALPHABET, SUFFIX_LEN, Secret, shard_name
+from llmgw.core.ids import CountedIds, shard_name
 from llmgw.core.invariants import require
 from llmgw.core.liveness import observe
 from llmgw.core.node import Build, EngineFacts, Fabric, Facts, Gpu, GpuHealth, Session, WeightSet
@@ -24,31 +24,6 @@ from llmgw.core.units import GB, Now
 from llmgw.testing.apply import changes_for, changes_of, copy_of
 
 LLAMA = Build(engine="llama.cpp", version="b1", named=True)
-
-
-class CountingIds:
-    """Ids that count up: the same in every run, never twice."""
-
-    def __init__(self, count: int = 0) -> None:
-        self.count = count
-
-    def suffix(self) -> str:
-        """The next of all suffixes, in order."""
-        self.count += 1
-        left, text = self.count, ""
-        for _ in range(SUFFIX_LEN):
-            left, digit = divmod(left, len(SUFFIX_ALPHABET))
-            text = SUFFIX_ALPHABET[digit] + text
-        return text
-
-    def key(self) -> Secret:
-        """A key that names its number."""
-        return Secret(f"{self.count:064x}")
-
-    def token(self) -> str:
-        """An opaque id."""
-        self.count += 1
-        return f"{self.count:032x}"
 
 
 def cpu_profile(memory_gb: float | None = 1.0, *, name: str = "cpu", **more: object) -> Profile:
@@ -80,7 +55,7 @@ class Cluster:
     index: Index = field(default_factory=Index)
     now: Now = field(default_factory=lambda: Now(wall_s=1_000_000.0, mono_s=100.0))
     view: View = field(default_factory=View)
-    ids: CountingIds = field(default_factory=CountingIds)
+    ids: CountedIds = field(default_factory=CountedIds)
     settings: Settings = field(default_factory=Settings)
     wakes: dict[tuple[str, str], float] = field(default_factory=dict)
     leases: int = 0
@@ -307,7 +282,7 @@ class Cluster:
             Dirty(everything=True) if dirty is None else dirty,
             now=self.now,
             view=self.view,
-            ids=CountingIds(self.ids.count),
+            ids=CountedIds(count=self.ids.count),
             settings=self.settings,
         )
 
@@ -349,7 +324,7 @@ class Cluster:
             index=copy_of(self.index),
             now=self.now,
             view=self.view,
-            ids=CountingIds(self.ids.count),
+            ids=CountedIds(count=self.ids.count),
             settings=self.settings,
             wakes=dict(self.wakes),
             leases=self.leases,

@@ -15,7 +15,7 @@ import msgspec
 
 from llmgw.config import AgentConfig
 from llmgw.core.catalog import Task
-from llmgw.core.ids import Secret
+from llmgw.core.ids import CountedIds, Secret
 from llmgw.core.replica import Assignment, Claim, Desired, Launch, ShardReport
 from llmgw.core.units import Now
 from llmgw_agent import event as ev
@@ -25,28 +25,6 @@ from llmgw_agent.supervisor import Supervisor
 
 BOOT = "boot-1"
 DATA = "64:1000"
-
-
-class CountingIds:
-    """Ids that count. Implements `llmgw.core.ids.Ids`."""
-
-    def __init__(self) -> None:
-        self._last = 0
-
-    def suffix(self) -> str:
-        """Five letters."""
-        self._last += 1
-        return f"{self._last:05d}".translate(str.maketrans("0123456789", "abcdefghij"))
-
-    def key(self) -> Secret:
-        """64 hex digits."""
-        self._last += 1
-        return Secret(f"{self._last:064x}")
-
-    def token(self) -> str:
-        """32 hex digits."""
-        self._last += 1
-        return f"{self._last:032x}"
 
 
 def agent_config(**changes: Any) -> AgentConfig:
@@ -140,7 +118,7 @@ class Bench:
         self.starts: list[tuple[str, int]] = []
         """(shard, port) of every engine that was started."""
         self._watched: list[ev.LookAtTree] = []
-        self._ids = CountingIds()
+        self._ids = CountedIds()
         self._pid = 1000
         self.supervisor = self._fresh()
 

@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 
 from llmgw.core.catalog import EngineSpec
 from llmgw.core.forecast import Action, Forecast, forecast
+from llmgw.core.ids import CountedIds
 from llmgw.core.lifecycle import is_live
 from llmgw.core.node import Liveness, NodeState
 from llmgw.core.plan import Delete, Put, Write
 from llmgw.core.record import Record
 from llmgw.core.snapshot import Index, Kind, Ref
-from llmgw.testing.cluster import Cluster, CountingIds
+from llmgw.testing.cluster import Cluster
 from llmgw.testing.clusters import MODELS, NODES, Scene, build, scenes
 from llmgw.testing.machines import TAPE_LEN, Dice, spec_of
 
@@ -124,7 +125,7 @@ def test_what_is_forecast_is_what_happens(scene: Scene, tape: bytes, without: se
     gone = {name for name in without if name in c.index.nodes()}
     change = changed(c, tape)
     before = contents(c.index)
-    told = forecast(c.index, change, without=gone, now=c.now, ids=CountingIds(c.ids.count), settings=c.settings)
+    told = forecast(c.index, change, without=gone, now=c.now, ids=CountedIds(count=c.ids.count), settings=c.settings)
     assert contents(c.index) == before
     here = {replica.id for replica in c.index.replicas.records() if is_live(replica)}
     assert happen(c, change, gone) == told.settled

@@ -21,7 +21,7 @@ from llmgw.core.catalog import ModelSpec, Profile
 from llmgw.core.draft import Draft
 from llmgw.core.explain import Refusal, Score, counted, nearest
 from llmgw.core.inventory import Inventory
-from llmgw.core.placement import Placement, Rejection, Standing, by_priority, place, quality, rank, score, survey
+from llmgw.core.placement import Placement, Rejection, Standing, place, quality, rank, score, survey
 from llmgw.core.plan import Put
 from llmgw.core.record import Record
 from llmgw.core.replica import Replica, ReplicaPhase
@@ -50,7 +50,7 @@ def reference(index: Index, spec: ModelSpec, failed: frozenset[str]) -> dict[str
     """What `place` should decide and tell."""
     inventory, standing = Inventory(index), Standing(model=spec.name, source=spec.source, failed=failed)
     refusals: list[Refusal] = []
-    for profile in by_priority(spec):
+    for profile in spec.by_priority:
         judged = survey(inventory, profile).judged
         refusals += [each for each in judged.values() if isinstance(each, Refusal)]
         pools: dict[Pool, list[Way]] = {}

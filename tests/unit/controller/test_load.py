@@ -12,7 +12,7 @@ from llmgw.config import ControllerConfig, load_config
 from llmgw.controller.load import Sampler
 from llmgw.controller.loop import control
 from llmgw.core.catalog import ModelSpec, Scaling
-from llmgw.core.ids import Ids
+from llmgw.core.ids import CountedIds, Ids
 from llmgw.core.live import LoadView
 from llmgw.core.plan import Plan, Settings, View
 from llmgw.core.record import Leader
@@ -24,7 +24,7 @@ from llmgw.obs.status import ControllerStatus
 from llmgw.store import codec, keys
 from llmgw.store.memory import MemoryCluster, MemoryStore
 from llmgw.store.port import Listing, PutOp
-from llmgw.testing.cluster import Cluster, CountingIds, model_spec
+from llmgw.testing.cluster import Cluster, model_spec
 from llmgw.testing.faults import FaultyStore, Link
 from llmgw.testing.load import LoadTeller
 from llmgw.testing.virtual import run_virtual
@@ -289,7 +289,7 @@ def test_a_reign_wakes_for_what_a_sample_moves_and_for_nothing_else_and_survives
                     ControllerConfig(),
                     identity=leader,
                     wall=lambda: 1e9 + anyio.current_time(),
-                    ids=CountingIds(),
+                    ids=CountedIds(),
                     jitter=lambda: 0.5,
                     status=status,
                     decide=decide,

@@ -9,6 +9,7 @@ from llmgw.core import rehearsal
 from llmgw.core.catalog import EngineSpec, Profile
 from llmgw.core.explain import Constraint
 from llmgw.core.forecast import Action, Forecast, ModelForecast, Step, forecast
+from llmgw.core.ids import CountedIds
 from llmgw.core.node import Build, EngineFacts
 from llmgw.core.plan import Delete, Put, Write
 from llmgw.core.record import Leader, Recover, StoreMeta
@@ -327,9 +328,9 @@ def test_an_order_that_cannot_be_read_and_a_shard_without_one_stay_as_they_are()
 
 
 def test_ids_are_the_same_in_each_rehearsal_and_none_is_in_use() -> None:
-    ids = rehearsal.CountedIds(used=frozenset({"aaaab"}))
+    ids = CountedIds(used=frozenset({"aaaab"}))
     assert [ids.suffix(), ids.suffix()] == ["aaaac", "aaaad"]
-    assert ids.key().reveal() == ""
+    assert ids.key().reveal() == f"{3:064x}"
     assert ids.token() == f"{4:032x}"
 
 
