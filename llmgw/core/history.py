@@ -17,9 +17,9 @@ from llmgw.core.ids import shard_name
 from llmgw.core.invariants import Violation, check, claimed_bytes
 from llmgw.core.inventory import node_inventory
 from llmgw.core.lately import Lately
-from llmgw.core.lifecycle import is_frozen, is_live
 from llmgw.core.liveness import LOST_PERIOD_S, LOST_SHARE
 from llmgw.core.node import Liveness
+from llmgw.core.reading import is_frozen, is_live
 from llmgw.core.replica import (
     GONE,
     Assignment,
@@ -80,7 +80,7 @@ class Checker:
         """Fold in the changes of one revision; what it broke. The state afterwards is checked as well."""
         happened = list(changes)
         self.lately.note(self.index, happened)
-        before = _Before(self.index, happened)
+        before = _Before(self.index, happened, self.lately)
         self.index.apply(happened, revision=revision)
         found: list[Violation] = []
         if any(change.ref.kind in LEADERS for change in happened):
@@ -98,8 +98,8 @@ class Checker:
 class _Before:
     """What must be remembered of a tree to judge the changes that are about to be made to it."""
 
-    def __init__(self, index: Index, changes: list[Change]) -> None:
-        self.changes = changes
+    def __init__(self, index: Index, changes: list[Change], lately: Lately) -> None:
+        self.changes, self._lately = changes, lately
         self.head, self.leader = index.head, index.leader
         self.replicas: dict[str, Replica | None] = {}
         self.orders: dict[str, Assignment | None] = {}
@@ -154,9 +154,10 @@ class _Before:
                 pass
 
     def _note_shard(self, index: Index, name: str) -> None:
-        row, report = index.assignments.get(name), index.reports.record(name)
+        row, reports = index.assignments.get(name), self._lately.reports(index, name)
         stopping = row is not None and row.record is not None and row.record.desired is Desired.STOPPED
-        confirmed = stopping and row is not None and confirms_stop(report, order_rev=row.mod_revision)
+        order_rev = 0 if row is None else row.mod_revision
+        confirmed = stopping and any(confirms_stop(report, order_rev=order_rev) for report in reports)
         if confirmed or _declared_gone(index, name.partition("/")[0]):
             self.confirmed.add(name)
 
@@ -366,7 +367,8 @@ def _declared_gone(index: Index, node: str) -> bool:
 def _crowded(index: Index, started: ShardReport) -> Iterator[Violation]:
     """Whether a shard started on memory or a GPU that another shard of its node still holds.
 
-    What runs by claims and orders alone may exceed a memory that shrank since; it was promised while there was room.
+    What runs by claims and orders alone may exceed a memory that shrank since; it was promised while there was room. So
+    was what runs unassigned, in a history that is gone.
     """
     node, total, held = started.node, node_inventory(index, started.node).memory_total_bytes, 0
     promised = True
@@ -384,7 +386,7 @@ def _crowded(index: Index, started: ShardReport) -> Iterator[Violation]:
         same = report.replica == started.replica and report.rank == started.rank
         if not same and (shared := sorted(uuids & {gpu.uuid for gpu in claim.gpus})):
             yield Violation(number=3, what=f"{started.replica} started on {shared[0]}, which {report.replica} holds")
-    if total is not None and held > total and own.memory_bytes and not promised:
+    if total is not None and held > total and own.memory_bytes and not promised and started.assigned:
         yield Violation(number=3, what=f"{started.replica} started on {node}, where {held} of {total} bytes are held")
 
 

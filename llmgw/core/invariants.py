@@ -28,9 +28,9 @@ from llmgw.core.autoscale import wanted_replicas
 from llmgw.core.explain import RECEIPT_BYTES_MAX, Receipt, Refusal, Unplaced
 from llmgw.core.fleet import is_restoring
 from llmgw.core.inventory import Inventory
-from llmgw.core.lifecycle import is_live
 from llmgw.core.node import Liveness
 from llmgw.core.placement import explain
+from llmgw.core.reading import is_live
 from llmgw.core.replica import (
     GONE,
     SHARDS_PER_NODE_MAX,
@@ -38,6 +38,7 @@ from llmgw.core.replica import (
     Desired,
     Replica,
     ReplicaPhase,
+    Rollout,
     ShardReport,
     live_shard,
 )
@@ -214,4 +215,6 @@ def unconverged(index: Index) -> list[str]:
         explained = model is not None and model.unplaced is not None and ready < wanted
         if ready != wanted and not explained:
             found.append(f"{spec.name} has {ready} of {wanted} replicas ready")
+        if model is not None and model.rollout is Rollout.ROLLING and model.unplaced is None:
+            found.append(f"{spec.name} is being rolled")
     return found

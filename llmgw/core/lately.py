@@ -13,12 +13,18 @@ from typing import Final
 from llmgw.core.catalog import EngineSpec, ModelSpec, NodeSpec
 from llmgw.core.node import Facts
 from llmgw.core.record import Record
+from llmgw.core.replica import ShardReport
 from llmgw.core.snapshot import Change, Index, Kind, Ref
 
 SPAN_COMMITS: Final = 16
 """For how many commits what was said before counts: a pass is cut into several, and all rest on its beginning."""
 
 _KINDS: Final = frozenset({Kind.MODEL, Kind.NODE_SPEC, Kind.ENGINE, Kind.FACTS})
+
+
+def _is_lost(change: Change) -> bool:
+    """Whether a shard's report was deleted: what it proved is still so."""
+    return change.ref.kind is Kind.SHARD and change.deleted
 
 
 @dataclass
@@ -39,7 +45,7 @@ class Lately:
         head = None if index.head is None else index.head.record
         commits = 0 if head is None else head.commits
         self._rows = [row for row in self._rows if row[0] >= commits - SPAN_COMMITS]
-        for ref in (change.ref for change in changes if change.ref.kind in _KINDS):
+        for ref in (each.ref for each in changes if each.ref.kind in _KINDS or _is_lost(each)):
             row = index.row(ref)
             # Before something was said for the first time nobody could decide by it.
             if row is not None or any(ref == at for _, at, _ in self._rows):
@@ -64,6 +70,10 @@ class Lately:
         """Whether the node was to be drained."""
         found = self._records(index, Ref(Kind.NODE_SPEC, node))
         return any(isinstance(each, NodeSpec) and each.drain for each in found)
+
+    def reports(self, index: Index, name: str) -> list[ShardReport]:
+        """What is reported of a shard, then what was until somebody deleted it."""
+        return [each for each in self._records(index, Ref(Kind.SHARD, name)) if isinstance(each, ShardReport)]
 
     def facts(self, index: Index, node: str) -> list[Facts]:
         """What the node said of itself, the present first; empty when it never did."""

@@ -182,6 +182,9 @@ class Machine:
     engines: list[Engine] = field(default_factory=list)
     _pid: int = 1000
 
+    def __post_init__(self) -> None:
+        self._fitted = self.gpus, self.fabrics
+
     @property
     def boot_id(self) -> str:
         """The kernel's."""
@@ -269,7 +272,7 @@ class Machine:
         engines = [engine for engine in self.world[node].engines if engine.shard == shard]
         return any(min(now_s, engine.ends_s) >= engine.started_s + engine.temper.loads_s for engine in engines)
 
-    # --- GPUs -------------------------------------------------------------------------------------------------------
+    # --- GPUs and fabrics -------------------------------------------------------------------------------------------
 
     def gpu(self, uuid: str) -> Gpu | None:
         """A GPU as it is now; None when the machine has none of that uuid."""
@@ -279,9 +282,12 @@ class Machine:
         """Something happens to a GPU, or to how the driver sees it."""
         self.gpus = tuple(msgspec.structs.replace(gpu, **fields) if gpu.uuid == uuid else gpu for gpu in self.gpus)
 
-    def lose_gpu(self, uuid: str, *, hangs: bool) -> None:
-        """It falls off the bus; engines on it end, or hang."""
+    def lose_gpu(self, uuid: str, *, hangs: bool, listed: bool = True) -> None:
+        """It falls off the bus; engines on it end, or hang. Not `listed`: the list is shorter, and indices shift."""
         self.change_gpu(uuid, health=GpuHealth.LOST, memory_bytes=None, fault="GPU has fallen off the bus (Xid 79)")
+        if not listed:
+            left = [gpu for gpu in self.gpus if gpu.uuid != uuid]
+            self.gpus = tuple(msgspec.structs.replace(gpu, index=n) for n, gpu in enumerate(left))
         for engine in self.running():
             if any(gpu.uuid == uuid for gpu in engine.order.claim.gpus):
                 if hangs:
@@ -289,9 +295,16 @@ class Machine:
                 else:
                     engine.end(anyio.current_time(), "CUDA error: the device is lost")
 
-    def mend_gpu(self, uuid: str, *, memory_bytes: int | None) -> None:
-        """It is as it was."""
-        self.change_gpu(uuid, health=GpuHealth.OK, memory_bytes=memory_bytes, fault="", foreign=0, foreign_bytes=0)
+    def lose_fabrics(self) -> None:
+        """Its cables are out; the gangs that it is part of hang."""
+        self.fabrics = ()
+        for engine in self.running():
+            if engine.order.gang is not None:
+                engine.hung = True
+
+    def mend(self) -> None:
+        """All its GPUs and fabrics are as they were fitted."""
+        self.gpus, self.fabrics = self._fitted
 
     def refusal(self, order: Assignment) -> str | None:
         """Why an engine could not start on the GPUs of its claim; None when it can."""

@@ -25,7 +25,6 @@ from llmgw.store.memory_cluster import MemorySnapshot
 from llmgw.testing.judge import Judge
 from llmgw.testing.seed import Random
 from llmgw.testing.sim_fleet import Fleet, Process
-from llmgw.testing.sim_hardware import CLASSES
 from llmgw.testing.sim_machine import ENGINE, Engine, Machine, Temper
 from llmgw.testing.storm_models import START_S, draw
 
@@ -171,8 +170,7 @@ class Storm:
                 process.faulty.heal()
         for n, machine in enumerate(fleet.machines):
             machine.disk_full, machine.lies = False, None
-            for gpu in machine.gpus:
-                machine.mend_gpu(gpu.uuid, memory_bytes=CLASSES[gpu.gpu_class])
+            machine.mend()
             if not machine.on:
                 fleet.power_on(n)
         fleet.start()

@@ -16,7 +16,7 @@ from llmgw.core.record import StoreMeta
 from llmgw.core.snapshot import Kind, Ref
 from llmgw.errors import Compacted
 from llmgw.store import codec, keys
-from llmgw.store.port import PutOp
+from llmgw.store.port import DeleteOp, PutOp
 from llmgw.testing.faults import Fate, Link, Operations, TxnFault, once
 from llmgw.testing.storm import Storm
 from llmgw.testing.storm_people import scale
@@ -151,6 +151,22 @@ async def store_wiped(storm: Storm) -> None:
         await storm.apply()
         await anyio.sleep(60)
         storm.doubt_gateway()
+
+
+async def sessions_deleted(storm: Storm) -> None:
+    """All leases of nodes end at once, while all agents run."""
+    cluster = storm.fleet.cluster
+    if cluster.running:
+        for session in list(storm.judge.checker.index.sessions.records()):
+            cluster.revoke(session.lease)
+
+
+async def reports_deleted(storm: Storm) -> None:
+    """Somebody deletes what a node has said of itself and of all that runs on it."""
+    cluster, name = storm.fleet.cluster, storm.random.choice(storm.fleet.machines).name
+    if cluster.running:
+        facts = DeleteOp(key=keys.key(Ref(Kind.FACTS, name)))
+        cluster.commit([], [facts, DeleteOp(key=keys.shards_of(name), prefix=True)], [])
 
 
 async def history_compacted(storm: Storm) -> None:

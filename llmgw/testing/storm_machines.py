@@ -15,7 +15,6 @@ import msgspec
 
 from llmgw.core.node import Facts, GpuHealth
 from llmgw.core.units import GB
-from llmgw.testing.sim_hardware import CLASSES
 from llmgw.testing.storm import Storm
 
 # --- machines and their agents --------------------------------------------------------------------------------------
@@ -119,9 +118,10 @@ async def gpu_lost(storm: Storm) -> None:
     if (found := storm.busy_gpu()) is None:
         return
     machine, uuid = found
-    machine.lose_gpu(uuid, hangs=storm.random.random() < 0.3)
+    random = storm.random
+    machine.lose_gpu(uuid, hangs=random.random() < 0.3, listed=random.random() < 0.5)
     await anyio.sleep(storm.some(30, 300))
-    _mend(storm, uuid)
+    machine.mend()
 
 
 async def gpu_faulty(storm: Storm) -> None:
@@ -131,7 +131,7 @@ async def gpu_faulty(storm: Storm) -> None:
     machine, uuid = found
     machine.change_gpu(uuid, health=GpuHealth.FAULT, fault="row remapping failed")
     await anyio.sleep(storm.some(30, 300))
-    _mend(storm, uuid)
+    machine.mend()
 
 
 async def gpu_used_by_others(storm: Storm) -> None:
@@ -140,13 +140,14 @@ async def gpu_used_by_others(storm: Storm) -> None:
     machine, uuid = found
     machine.change_gpu(uuid, foreign=1, foreign_bytes=20 * GB)
     await anyio.sleep(storm.some(30, 300))
-    _mend(storm, uuid)
+    machine.mend()
 
 
-def _mend(storm: Storm, uuid: str) -> None:
-    for machine in storm.fleet.machines:
-        if (gpu := machine.gpu(uuid)) is not None:
-            machine.mend_gpu(uuid, memory_bytes=CLASSES[gpu.gpu_class])
+async def fabrics_lost(storm: Storm) -> None:
+    machine = storm.random.choice(storm.fleet.machines)
+    machine.lose_fabrics()
+    await anyio.sleep(storm.some(30, 300))
+    machine.mend()
 
 
 async def facts_contradict(storm: Storm) -> None:
@@ -170,6 +171,12 @@ def _negative(facts: Facts) -> Facts:
     return msgspec.structs.replace(facts, memory_bytes=-1)
 
 
+def _shrunk(facts: Facts) -> Facts:
+    """Less than is promised, as when a control group's limit is lowered."""
+    memory_bytes = None if facts.memory_bytes is None else facts.memory_bytes // 8
+    return msgspec.structs.replace(facts, memory_bytes=memory_bytes)
+
+
 def _unknown(facts: Facts) -> Facts:
     return msgspec.structs.replace(facts, memory_bytes=None, gpus=None, engines=None, weights=None)
 
@@ -179,4 +186,11 @@ def _unhealthy(facts: Facts) -> Facts:
     return msgspec.structs.replace(facts, gpus=gpus)
 
 
-LIES: Final[tuple[Callable[[Facts], Facts], ...]] = (_counted_twice, _listed_twice, _negative, _unknown, _unhealthy)
+LIES: Final[tuple[Callable[[Facts], Facts], ...]] = (
+    _counted_twice,
+    _listed_twice,
+    _negative,
+    _shrunk,
+    _unknown,
+    _unhealthy,
+)
