@@ -17,7 +17,7 @@ check: setup ## format, lint, types, direction of imports, shell syntax, entries
 	.venv/bin/ruff check
 	.venv/bin/mypy
 	.venv/bin/lint-imports --no-logo
-	for script in scripts/setup scripts/fresh deploy/etcd/start deploy/etcd/roles .ci/run; do bash -n $$script || exit 1; done
+	for script in scripts/setup scripts/fresh deploy/etcd/start deploy/etcd/roles deploy/etcd/restore .ci/run; do bash -n $$script || exit 1; done
 	$(PYTHON) scripts/mutants.py --check
 
 .PHONY: test
