@@ -15,7 +15,7 @@ from llmgw.cli.output import say
 from llmgw.core.catalog import NodeSpec
 from llmgw.core.explain import summarise
 from llmgw.core.inventory import node_inventory
-from llmgw.core.lifecycle import is_live
+from llmgw.core.reading import is_live
 from llmgw.core.snapshot import Index
 from llmgw.errors import Partial
 

@@ -20,9 +20,10 @@ import msgspec
 from llmgw.core.draft import Draft
 from llmgw.core.ids import Secret, shard_name, split_shard_name
 from llmgw.core.inventory import node_inventory
-from llmgw.core.lifecycle import bare_stop, is_frozen, is_live, observed_phase, order_ref
+from llmgw.core.lifecycle import bare_stop, observed_phase
 from llmgw.core.node import Liveness
 from llmgw.core.plan import Delete, Put, Write
+from llmgw.core.reading import is_frozen, is_live, order_ref
 from llmgw.core.replica import (
     GONE,
     Assignment,

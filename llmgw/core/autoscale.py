@@ -24,8 +24,8 @@ import math
 from typing import Final
 
 from llmgw.core.catalog import START_S, ModelSpec, Scaling
-from llmgw.core.lifecycle import is_live, replicas_of
 from llmgw.core.live import NOTHING, GatewayLoad, LoadView, Sample, Seen, Total
+from llmgw.core.reading import is_live, replicas_of
 from llmgw.core.replica import ModelState, ScaleCause, ScaleState
 from llmgw.core.snapshot import Index
 from llmgw.core.units import Now

@@ -16,8 +16,8 @@ from llmgw.core.autoscale import wanted_replicas
 from llmgw.core.candidates import satisfies
 from llmgw.core.catalog import EngineSpec, ModelSpec, launch_hash
 from llmgw.core.inventory import NodeInventory, node_inventory
-from llmgw.core.lifecycle import is_frozen, is_live, replicas_of
 from llmgw.core.node import Liveness
+from llmgw.core.reading import is_frozen, is_live, replicas_of
 from llmgw.core.replica import ModelState, Replica, ReplicaPhase, Retire, old_first
 from llmgw.core.snapshot import Index, Kind
 

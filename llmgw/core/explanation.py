@@ -15,11 +15,11 @@ from llmgw.core.explain import Refusal
 from llmgw.core.fleet import is_restoring, unreported
 from llmgw.core.inventory import Inventory
 from llmgw.core.launch_diff import why_rolled
-from llmgw.core.lifecycle import is_frozen, is_live, order_ref, replicas_of, report_of
 from llmgw.core.model_text import why_now
 from llmgw.core.node import Guard, Liveness
 from llmgw.core.placement import Fit, Placement, place, rank
 from llmgw.core.placement import explain as weigh
+from llmgw.core.reading import is_frozen, is_live, order_ref, replicas_of, report_of
 from llmgw.core.replica import (
     Assignment,
     Claim,

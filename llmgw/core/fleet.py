@@ -13,9 +13,10 @@ from typing import Final
 from llmgw.core import liveness
 from llmgw.core.draft import Pass
 from llmgw.core.inventory import node_inventory
-from llmgw.core.lifecycle import is_frozen, is_live, release, retired
+from llmgw.core.lifecycle import release, retired
 from llmgw.core.node import Fleet, Guard, Liveness, NodeState
 from llmgw.core.plan import Delete
+from llmgw.core.reading import is_frozen, is_live
 from llmgw.core.replica import Retire
 from llmgw.core.snapshot import Index, Kind, Ref
 

@@ -18,10 +18,10 @@ from llmgw.core.explain import Unplaced
 from llmgw.core.fleet import declared_gone, is_restoring, released_nodes, unreported
 from llmgw.core.ids import Ids
 from llmgw.core.launch_diff import why_rolled
-from llmgw.core.lifecycle import is_frozen, is_live, replicas_of
 from llmgw.core.liveness import guard_by
 from llmgw.core.node import Guard, Liveness, NodeState
 from llmgw.core.plan import Delete, Put, Settings, View, Write
+from llmgw.core.reading import is_frozen, is_live, replicas_of
 from llmgw.core.record import Generation
 from llmgw.core.rehearsal import Rehearsal, serves
 from llmgw.core.replica import ModelState, Replica, Retire, Rollout, old_first

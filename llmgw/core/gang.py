@@ -18,10 +18,10 @@ import msgspec
 
 from llmgw.core.catalog import START_S
 from llmgw.core.gang_ports import PORTS, common, lowest
-from llmgw.core.ids import shard_name
 from llmgw.core.inventory import node_inventory
 from llmgw.core.placement import Placement
 from llmgw.core.plan import Forming, View
+from llmgw.core.reading import name_of, report_of
 from llmgw.core.replica import (
     GONE,
     Assignment,
@@ -32,7 +32,6 @@ from llmgw.core.replica import (
     ReplicaPhase,
     ReplicaShard,
     ShardPhase,
-    ShardReport,
 )
 from llmgw.core.snapshot import Index
 from llmgw.core.units import Now
@@ -88,10 +87,10 @@ def head_released(index: Index, replica: Replica, *, incarnation: str) -> Assign
     node says is beyond the hold (a restored store knows no better) is no longer held either.
     """
     head = next((shard for shard in replica.shards if shard.rank == 0), None)
-    order = None if head is None else index.assignments.record(_name(replica, head))
+    order = None if head is None else index.assignments.record(name_of(replica, head))
     if head is None or order is None or order.desired is not Desired.HELD:
         return None
-    report = index.reports.record(_name(replica, head))
+    report = report_of(index, replica, head)
     runs = report is not None and report.phase is not ShardPhase.HELD and report.phase not in GONE
     workers = [shard for shard in replica.shards if shard.rank != 0]
     if not runs and not all(_listens(index, replica, shard, incarnation=incarnation) for shard in workers):
@@ -100,8 +99,8 @@ def head_released(index: Index, replica: Replica, *, incarnation: str) -> Assign
 
 
 def _listens(index: Index, replica: Replica, shard: ReplicaShard, *, incarnation: str) -> bool:
-    row, session = index.assignments.get(_name(replica, shard)), index.sessions.record(shard.node)
-    report = index.reports.record(_name(replica, shard))
+    row, session = index.assignments.get(name_of(replica, shard)), index.sessions.record(shard.node)
+    report = report_of(index, replica, shard)
     here = session is not None and session.store == incarnation
     answers = row is not None and report is not None and report.assignment_rev >= row.mod_revision
     return here and answers and report is not None and report.phase is ShardPhase.READY
@@ -134,7 +133,7 @@ def _step(index: Index, replica: Replica) -> tuple[object, ...]:
     fleet = None if index.fleet is None else index.fleet.record
     found: list[object] = [None if fleet is None else fleet.incarnation]
     for shard in replica.shards:
-        order, report = index.assignments.record(_name(replica, shard)), _report(index, replica, shard)
+        order, report = index.assignments.record(name_of(replica, shard)), report_of(index, replica, shard)
         found.append(None if order is None else order.desired)
         found.append(None if report is None else (report.phase, report.pid is not None, report.extended))
     return tuple(found)
@@ -145,9 +144,9 @@ def late_in_s(index: Index, replica: Replica, *, now: Now, view: View) -> float 
     seen = view.forming.get(replica.id)
     if seen is None or replica.id not in index.forming:
         return None
-    orders = [index.assignments.record(_name(replica, shard)) for shard in replica.shards]
+    orders = [index.assignments.record(name_of(replica, shard)) for shard in replica.shards]
     budget_s = max((order.start_s for order in orders if order is not None), default=START_S)
-    reports = [_report(index, replica, shard) for shard in replica.shards]
+    reports = [report_of(index, replica, shard) for shard in replica.shards]
     if any(report is not None and report.extended for report in reports):
         # Its node says so when a budget begins, and grants it from the progress seen last: at most two from now.
         budget_s *= 2
@@ -168,7 +167,7 @@ def late_ranks(index: Index, replica: Replica) -> tuple[tuple[str, ...], str]:
 
 def _lacks(index: Index, replica: Replica, shard: ReplicaShard) -> str:
     """What is missing of a shard, empty when nothing is."""
-    report = _report(index, replica, shard)
+    report = report_of(index, replica, shard)
     if shard.node not in index.sessions:
         return "its node does not answer"
     if report is None:
@@ -191,16 +190,8 @@ def stoppable(index: Index, replica: Replica) -> tuple[ReplicaShard, ...]:
     head = next((shard for shard in left if shard.rank == 0), None)
     if head is None or replica.phase is ReplicaPhase.FAILED or head.node not in index.sessions:
         return left
-    reports = [_report(index, replica, shard) for shard in replica.shards]
+    reports = [report_of(index, replica, shard) for shard in replica.shards]
     whole = all(report is not None and report.phase not in GONE for report in reports)
-    report = _report(index, replica, head)
+    report = report_of(index, replica, head)
     finishing = report is not None and report.phase in (ShardPhase.READY, ShardPhase.DRAINING)
     return (head,) if whole and finishing else left
-
-
-def _report(index: Index, replica: Replica, shard: ReplicaShard) -> ShardReport | None:
-    return index.reports.record(_name(replica, shard))
-
-
-def _name(replica: Replica, shard: ReplicaShard) -> str:
-    return shard_name(shard.node, replica.id, shard.rank)

@@ -6,7 +6,7 @@ import msgspec
 
 from llmgw.core.catalog import EngineSpec, ModelSpec, Profile, Task, launch_hash
 from llmgw.core.catalog_diff import describe_changes
-from llmgw.core.lifecycle import order_ref
+from llmgw.core.reading import order_ref
 from llmgw.core.replica import Assignment, Replica
 from llmgw.core.snapshot import Index
 

@@ -20,9 +20,9 @@ from llmgw.core.gpu import lost_gpus
 from llmgw.core.ids import Ids, Secret, replica_id, shard_name
 from llmgw.core.placement import Placement
 from llmgw.core.plan import Delete, Put, Settings, Write
+from llmgw.core.reading import name_of, order_ref, report_of
 from llmgw.core.replica import (
     GONE,
-    ROUTABLE,
     Assignment,
     Claim,
     Desired,
@@ -34,7 +34,6 @@ from llmgw.core.replica import (
     ReplicaShard,
     Retire,
     ShardPhase,
-    ShardReport,
     confirms_stop,
 )
 from llmgw.core.snapshot import Index, Kind, Ref
@@ -164,7 +163,7 @@ def stop_order(index: Index, replica: Replica, shard: ReplicaShard, *, drain_s: 
     A worker of a gang gets no time to finish: requests are its head's, which comes first.
     """
     drain_s = 0.0 if shard.rank > 0 else drain_s
-    order = index.assignments.record(shard_name(shard.node, replica.id, shard.rank))
+    order = index.assignments.record(name_of(replica, shard))
     if order is None:
         secret = index.secrets.record(replica.id)
         return bare_stop(
@@ -194,32 +193,6 @@ def bare_stop(*, node: str, replica: str, rank: int, model: str, claim: Claim, k
         engine_key=key,
         drain_s=DRAIN_S,
     )
-
-
-def replicas_of(index: Index, model: str) -> list[Replica]:
-    """A model's replicas, by id. Of those that can't be read now, the last good record."""
-    found = (index.replicas.record(each) for each in sorted(index.replicas_of.get(model, ())))
-    return [replica for replica in found if replica is not None]
-
-
-def order_ref(node: str, replica: str, rank: int) -> Ref:
-    """Where the order for a shard stands."""
-    return Ref(Kind.ASSIGNMENT, shard_name(node, replica, rank))
-
-
-def report_of(index: Index, replica: Replica, shard: ReplicaShard) -> ShardReport | None:
-    """What the shard's node reports of it, None when nothing."""
-    return index.reports.record(shard_name(shard.node, replica.id, shard.rank))
-
-
-def is_frozen(index: Index, replica: str) -> bool:
-    """Whether something about the replica can't be read, so that nothing about it is decided."""
-    if not index.corrupted:
-        return False
-    names = {*index.assignments_of.get(replica, ()), *index.reports_of.get(replica, ())}
-    refs = [Ref(Kind.REPLICA, replica), Ref(Kind.SECRET, replica)]
-    refs += [Ref(kind, name) for name in names for kind in (Kind.ASSIGNMENT, Kind.SHARD)]
-    return any(ref in index.corrupted for ref in refs)
 
 
 def observed_phase(index: Index, replica: Replica) -> ReplicaPhase:
@@ -252,7 +225,7 @@ def failure(index: Index, replica: Replica, *, incarnation: str) -> tuple[str, s
 def _shard_failure(
     index: Index, replica: Replica, shard: ReplicaShard, *, incarnation: str
 ) -> tuple[str, str, Retire] | None:
-    name = shard_name(shard.node, replica.id, shard.rank)
+    name = name_of(replica, shard)
     report, session = index.reports.record(name), index.sessions.record(shard.node)
     here = session is not None and session.store == incarnation
     if here and (lost := lost_gpus(index.facts.record(shard.node), shard.claim)):
@@ -284,7 +257,7 @@ def release(
     ended: list[ReplicaShard] = []
     writes: list[Write] = []
     for shard in replica.shards:
-        name = shard_name(shard.node, replica.id, shard.rank)
+        name = name_of(replica, shard)
         row = index.assignments.get(name)
         confirmed = (
             row is not None
@@ -317,7 +290,7 @@ def leaving_phase(index: Index, replica: Replica) -> ReplicaPhase:
     if replica.phase is not ReplicaPhase.DRAINING:
         return replica.phase
     for shard in replica.shards:
-        row = index.assignments.get(shard_name(shard.node, replica.id, shard.rank))
+        row = index.assignments.get(name_of(replica, shard))
         report = report_of(index, replica, shard)
         answers = report is not None and row is not None and report.assignment_rev >= row.mod_revision
         if not shard.released and not (answers and report is not None and report.phase in _PAST_DRAINING):
@@ -326,11 +299,6 @@ def leaving_phase(index: Index, replica: Replica) -> ReplicaPhase:
 
 
 _PAST_DRAINING: Final = frozenset({ShardPhase.STOPPING, *GONE})
-
-
-def is_live(replica: Replica) -> bool:
-    """Whether a replica counts towards what is wanted: it serves, or is about to."""
-    return replica.phase in ROUTABLE
 
 
 def backoff_s(model: str, attempt: int, settings: Settings) -> float:

@@ -24,19 +24,16 @@ from llmgw.core.lifecycle import (
     backoff_s,
     failure,
     fresh_id,
-    is_frozen,
-    is_live,
     leaving_phase,
     new_replica,
     observed_phase,
-    order_ref,
     release,
-    replicas_of,
     retired,
     stop_order,
 )
 from llmgw.core.placement import Placement, Rejection, place
 from llmgw.core.plan import Delete, Put, Write
+from llmgw.core.reading import is_frozen, is_live, order_ref, replicas_of
 from llmgw.core.replica import (
     GONE,
     Desired,

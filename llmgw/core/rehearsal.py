@@ -18,9 +18,9 @@ import msgspec
 
 from llmgw.core.census import take_census
 from llmgw.core.ids import CountedIds, Ids
-from llmgw.core.lifecycle import is_live, report_of
 from llmgw.core.liveness import observe
 from llmgw.core.plan import Delete, Put, Settings, View, Write
+from llmgw.core.reading import is_live, report_of
 from llmgw.core.reconcile import due, reconcile
 from llmgw.core.record import Record
 from llmgw.core.replica import GONE, Desired, Replica, Retire, ShardPhase, ShardReport

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from llmgw.core.catalog import EngineSpec
 from llmgw.core.forecast import Action, Forecast, forecast
 from llmgw.core.ids import CountedIds
-from llmgw.core.lifecycle import is_live
 from llmgw.core.node import Liveness, NodeState
 from llmgw.core.plan import Delete, Put, Write
+from llmgw.core.reading import is_live
 from llmgw.core.record import Record
 from llmgw.core.snapshot import Index, Kind, Ref
 from llmgw.testing.cluster import Cluster
