@@ -11,26 +11,31 @@ from functools import reduce
 from itertools import combinations
 from operator import and_
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from llmgw.core import prospect
 from llmgw.core.candidates import Admission, Pool, rate_gbps
-from llmgw.core.catalog import ModelSpec, Profile
+from llmgw.core.catalog import ModelSpec, NodeSpec, Profile
 from llmgw.core.draft import Draft
 from llmgw.core.explain import Refusal, Score, counted, nearest
 from llmgw.core.inventory import Inventory
+from llmgw.core.node import Liveness, NodeState
 from llmgw.core.placement import Placement, Rejection, Standing, place, quality, rank, score, survey
 from llmgw.core.plan import Put
 from llmgw.core.record import Record
 from llmgw.core.replica import Replica, ReplicaPhase
-from llmgw.core.snapshot import Index, Kind, Ref
+from llmgw.core.snapshot import Change, Index, Kind, Ref
 from llmgw.testing.apply import changes_for, copy_of
 from llmgw.testing.clusters import NODES, Scene, build, scenes
 from llmgw.testing.machines import Dice, node_records, wish_of
 
-EVENTS = ("placed", "placed", "placed", "taken back", "ended", "machine", "machine gone", "wish")
+EVENTS = (
+    "placed", "placed", "placed", "taken back", "ended", "wish",
+    "machine", "gone", "said", "said", "away", "back", "judged", "spoilt",
+)  # fmt: skip
 
 
 # --- the reference --------------------------------------------------------------------------------------------------
@@ -161,14 +166,40 @@ class World:
                     self.compare(frozenset())
             case "ended" if self.index.replicas:
                 self.write((Kind.REPLICA, dice.pick(self.index.replicas.names()), None))
-            case "machine":
-                self.write(*node_records(self.cluster, dice.pick(NODES), dice))
-            case "machine gone":
-                kinds, node = (Kind.SESSION, Kind.FACTS, Kind.NODE_STATE), dice.pick(NODES)
-                self.write(*((kind, node, None) for kind in kinds))
             case "wish":
                 wish = wish_of(dice)
                 self.write((Kind.ENGINE, wish.name, None if dice.one_in(2) else wish))
+            case _:
+                self._happen_to_a_node(name, dice)
+
+    def _happen_to_a_node(self, name: str, dice: Dice) -> None:
+        match name:
+            case "machine":
+                self.write(*node_records(self.cluster, dice.pick(NODES), dice))
+            case "gone":
+                kinds, node = (Kind.SESSION, Kind.FACTS, Kind.NODE_STATE), dice.pick(NODES)
+                self.write(*((kind, node, None) for kind in kinds))
+            case "said":
+                node = dice.pick(NODES)
+                said = self.index.node_specs.record(node) or NodeSpec(name=node)
+                if dice.one_in(2):
+                    said = msgspec.structs.replace(said, labels=dice.pick(({"zone": "x"}, {"zone": "y"}, {})))
+                else:
+                    said = msgspec.structs.replace(said, cordon=not said.cordon)
+                self.write((Kind.NODE_SPEC, node, said))
+            case "away" if self.index.sessions:
+                self.write((Kind.SESSION, dice.pick(self.index.sessions.names()), None))
+            case "back" if self.index.facts:
+                node = dice.pick(self.index.facts.names())
+                session = msgspec.structs.replace(self.cluster.session(node), address="" if dice.one_in(4) else "::1")
+                self.write((Kind.SESSION, node, session))
+            case "judged" if self.index.facts:
+                node = dice.pick(self.index.facts.names())
+                liveness = Liveness.RETURNING if dice.one_in(2) else Liveness.READY
+                self.write((Kind.NODE_STATE, node, NodeState(name=node, liveness=liveness, since_at=0.0)))
+            case "spoilt" if self.index.facts:
+                ref, at = Ref(Kind.FACTS, dice.pick(self.index.facts.names())), self.index.revision + 1
+                self.index.apply([Change(ref=ref, mod_revision=at, corrupt="not JSON")], revision=at)
             case _:
                 pass
 
@@ -205,7 +236,7 @@ SLOW = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, Heal
 
 @pytest.mark.parametrize("few", [0, 256])
 @SLOW
-@given(scenes(EVENTS, events_min=2, events_max=12), st.frozensets(st.sampled_from(NODES), max_size=3))
+@given(scenes(EVENTS, events_min=6, events_max=16), st.frozensets(st.sampled_from(NODES), max_size=3))
 def test_what_is_kept_changes_no_answer(few: int, scene: Scene, failed: frozenset[str]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prospect, "FEW", few)  # both ways of finding nodes with weights, whatever the size of the fleet
