@@ -8,7 +8,7 @@ room for a rollout that has none; Unreachable is never a reason.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import msgspec
 

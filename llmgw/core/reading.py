@@ -1,4 +1,4 @@
-"""What the tree says of a replica and of its shards: readings that every decision about replicas shares. Decides nothing.
+"""What the tree says of a replica and its shards: readings that every decision about replicas shares. Decides nothing.
 
 Of what can't be read now these give the last good record; `is_frozen` says that it is so.
 """
