@@ -13,9 +13,9 @@ from llmgw.cli.follow_tree import wait_until
 from llmgw.cli.node_write import edit_nodes
 from llmgw.cli.output import say
 from llmgw.core.catalog import NodeSpec
-from llmgw.core.explain import summarise
 from llmgw.core.inventory import node_inventory
 from llmgw.core.reading import is_live
+from llmgw.core.refusal_words import summarise
 from llmgw.core.snapshot import Index
 from llmgw.errors import Partial
 

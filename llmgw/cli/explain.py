@@ -9,8 +9,9 @@ import click
 from llmgw.cli.connection import Connection, read_index, store_options
 from llmgw.cli.explain_text import lines
 from llmgw.cli.output import emit_as, flow
-from llmgw.core.explain import Refusal, remedy, render
+from llmgw.core.explain import Refusal
 from llmgw.core.explanation import Explanation, explain_model, known_models
+from llmgw.core.refusal_words import remedy, render
 from llmgw.core.snapshot import Index, Kind
 from llmgw.core.yaml_tree import nearest
 from llmgw.errors import NotFound

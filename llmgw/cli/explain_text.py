@@ -9,9 +9,10 @@ from typing import Final
 from llmgw.cli.refusal_text import counted, refused, scored, some
 from llmgw.core.autoscale import has_range
 from llmgw.core.catalog import ModelSpec
-from llmgw.core.explain import Receipt, turned_down
+from llmgw.core.explain import Receipt
 from llmgw.core.explanation import Explanation, ReplicaExplanation, Verdicts
 from llmgw.core.model_text import asleep
+from llmgw.core.refusal_words import turned_down
 from llmgw.core.replica import Claim, ModelState, Rollout, ScaleState
 from llmgw.core.units import format_bytes, format_number
 

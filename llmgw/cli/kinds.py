@@ -12,10 +12,11 @@ from typing import Any, Final
 
 import msgspec
 
-from llmgw.core.explain import Constraint, summarise
+from llmgw.core.explain import Constraint
 from llmgw.core.inventory import NodeInventory, node_inventory
 from llmgw.core.model_text import asleep, range_text, why_now
 from llmgw.core.node import GpuHealth, credible
+from llmgw.core.refusal_words import summarise
 from llmgw.core.snapshot import Index, Kind, Ref
 from llmgw.core.units import GB, format_bytes, format_number
 from llmgw.store import codec

@@ -10,8 +10,8 @@ from typing import Final
 import msgspec
 
 from llmgw.cli.refusal_text import counted, refused, some
-from llmgw.core.explain import summarise
 from llmgw.core.forecast import Action, Forecast, ModelForecast, Step
+from llmgw.core.refusal_words import summarise
 
 Line = tuple[str, str]
 """What stands before, and the text, which may be broken where it does not fit."""

@@ -1,4 +1,4 @@
-"""Refusals and scores for people: equal reasons together, and what would have to change."""
+"""Many refusals, and scores, as lines for people: equal reasons together. One in words: `llmgw.core.refusal_words`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
-from llmgw.core.explain import Refusal, Score, miss, remedy, render, turned_down
+from llmgw.core.explain import Refusal, Score, miss
+from llmgw.core.refusal_words import remedy, render, turned_down
 from llmgw.core.units import format_bytes
 
 NAMES_MAX: Final = 12

@@ -16,7 +16,7 @@ from llmgw.core.autoscale import at_least, decide
 from llmgw.core.catalog import ModelSpec, Profile
 from llmgw.core.census import Census, retirements, take_census, tokens
 from llmgw.core.draft import Pass
-from llmgw.core.explain import Constraint, Refusal, render, same_but_numbers, summarise
+from llmgw.core.explain import Constraint, Refusal, same_but_numbers
 from llmgw.core.ids import shard_name
 from llmgw.core.inventory import Inventory
 from llmgw.core.lifecycle import (
@@ -34,6 +34,7 @@ from llmgw.core.lifecycle import (
 from llmgw.core.placement import Placement, Rejection, place
 from llmgw.core.plan import Delete, Put, Write
 from llmgw.core.reading import is_frozen, is_live, order_ref, replicas_of
+from llmgw.core.refusal_words import render, summarise
 from llmgw.core.replica import (
     GONE,
     Desired,

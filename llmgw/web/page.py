@@ -9,11 +9,11 @@ from collections.abc import Iterator
 
 import msgspec
 
-from llmgw.core.explain import render_at
 from llmgw.core.gpu import flaws
 from llmgw.core.inventory import node_inventory
 from llmgw.core.model_text import asleep, range_text, why_now
 from llmgw.core.node import Liveness, NodeState, credible
+from llmgw.core.refusal_words import render_at
 from llmgw.core.replica import Replica
 from llmgw.core.snapshot import Index
 from llmgw.core.units import Now, format_number, format_used

@@ -6,11 +6,12 @@ import msgspec
 import pytest
 
 from llmgw.core.adoption import concerned
-from llmgw.core.explain import Constraint, Refusal, render
+from llmgw.core.explain import Constraint, Refusal
 from llmgw.core.invariants import unanswered
 from llmgw.core.inventory import node_inventory
 from llmgw.core.node import Fleet, Liveness
 from llmgw.core.record import Recover, StoreMeta
+from llmgw.core.refusal_words import render
 from llmgw.core.replica import (
     Assignment,
     Claim,

@@ -19,14 +19,11 @@ from llmgw.core.explain import (
     clip,
     counted,
     nearest,
-    remedy,
-    render,
-    render_at,
     same_but_numbers,
-    summarise,
 )
 from llmgw.core.ids import NAME_LEN_MAX
 from llmgw.core.placement import rejected
+from llmgw.core.refusal_words import remedy, render, render_at, summarise
 from llmgw.core.units import GB
 
 C = Constraint

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from llmgw.core.catalog import ENGINES, NodeSpec, Profile
-from llmgw.core.explain import Refusal, render
+from llmgw.core.explain import Refusal
 from llmgw.core.gang import HEAD_WAITS, WORD_S, arrange
 from llmgw.core.gang_ports import GANG_PORTS, PORTS
 from llmgw.core.ids import shard_name
@@ -15,6 +15,7 @@ from llmgw.core.node import Build, EngineFacts, Fabric, GpuHealth, Liveness
 from llmgw.core.placement import Placement, explain, place
 from llmgw.core.plan import Put
 from llmgw.core.record import StoreMeta
+from llmgw.core.refusal_words import render
 from llmgw.core.replica import (
     Assignment,
     Desired,

@@ -8,10 +8,11 @@ import msgspec
 import pytest
 
 from llmgw.core.catalog import Profile
-from llmgw.core.explain import Refusal, render
+from llmgw.core.explain import Refusal
 from llmgw.core.inventory import Inventory
 from llmgw.core.node import Build, EngineFacts, Gpu, GpuHealth
 from llmgw.core.placement import explain
+from llmgw.core.refusal_words import render
 from llmgw.core.replica import ReplicaPhase, Retire
 from llmgw.core.snapshot import Kind
 from llmgw.core.units import GB

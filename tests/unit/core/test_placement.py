@@ -6,10 +6,11 @@ import msgspec
 import pytest
 
 from llmgw.core.catalog import EngineSpec, ModelSpec
-from llmgw.core.explain import Constraint, Refusal, render
+from llmgw.core.explain import Constraint, Refusal
 from llmgw.core.inventory import Inventory
 from llmgw.core.node import Build, EngineFacts, WeightSet
 from llmgw.core.placement import Fit, Placement, Rejection, explain, place
+from llmgw.core.refusal_words import render
 from llmgw.core.replica import SHARDS_PER_NODE_MAX, ShardPhase
 from llmgw.core.snapshot import Kind
 from llmgw.core.units import GB

@@ -8,11 +8,12 @@ import msgspec
 import pytest
 
 from llmgw.core.catalog import EngineSpec, ModelSpec, Profile
-from llmgw.core.explain import Constraint, Refusal, remedy, render
+from llmgw.core.explain import Constraint, Refusal
 from llmgw.core.invariants import check, require
 from llmgw.core.inventory import Inventory
 from llmgw.core.node import Build, EngineFacts, Fabric, GpuHealth
 from llmgw.core.placement import Fit, Placement, Rejection, explain, place
+from llmgw.core.refusal_words import remedy, render
 from llmgw.core.snapshot import Kind
 from llmgw.testing.cluster import LLAMA, Cluster, cpu_profile, gpu, model_spec
 

@@ -8,10 +8,11 @@ import msgspec
 import pytest
 
 from llmgw.core.catalog import ModelSpec, Profile
-from llmgw.core.explain import Constraint, Refusal, remedy, render
+from llmgw.core.explain import Constraint, Refusal
 from llmgw.core.inventory import Inventory
 from llmgw.core.node import Build, EngineFacts, Gpu, GpuHealth
 from llmgw.core.placement import Placement, Rejection, explain, place
+from llmgw.core.refusal_words import remedy, render
 from llmgw.core.snapshot import Kind
 from llmgw.core.units import GB
 from llmgw.testing.cluster import LLAMA, Cluster, cpu_profile, gpu, model_spec
