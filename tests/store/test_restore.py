@@ -8,10 +8,22 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import anyio
 import pytest
+import trio
 
-from llmgw.core.snapshot import Kind, Ref
-from llmgw.store import keys
+from llmgw.cli.connection import read_index
+from llmgw.config import ControllerConfig, EtcdConfig
+from llmgw.controller.loop import control
+from llmgw.core.fleet import is_restoring, unreported
+from llmgw.core.node import Fleet, Guard, Session
+from llmgw.core.record import Leader
+from llmgw.core.snapshot import Index, Kind, Ref
+from llmgw.obs.clock import SystemIds, system_jitter, system_wall
+from llmgw.obs.status import ControllerStatus
+from llmgw.store import codec, keys
+from llmgw.store.etcd import open_etcd
+from llmgw.store.port import PutOp, Store
 from llmgw.testing.etcd import DEPLOY, Etcd
 
 META = keys.key(Ref(Kind.META))
@@ -134,6 +146,7 @@ def test_three_members_with_users_are_one_store_again(start_etcd: StartEtcd, tmp
     }
     # All of them take part: with one gone the others still commit.
     etcd.members[0].kill()
+    etcd.wait_healthy()
     etcdctl(etcd, "put", AFTER, "written again", member=1)
 
 
@@ -154,6 +167,65 @@ def test_a_store_that_no_controller_has_seen_is_restored_as_it_is(start_etcd: St
     assert f"it holds no {META}: the first controller makes it" in done.stdout
     swap(etcd, tmp_path, into="data")
     assert (value(etcd, META), value(etcd, BEFORE)) == ("", "a model")
+
+
+WATCHED = (Kind.META, Kind.FLEET, Kind.SESSION, Kind.NODE_STATE)
+
+
+def session(store: str) -> str:
+    """What the agent of the one node has registered with, in that store."""
+    record = Session(
+        node="n1", boot_id="b", data="1:1", lease=1, store=store, address="127.0.0.1", version="1", pid=1, started_at=0
+    )
+    return codec.encode_stored(record).decode()
+
+
+async def until(store: Store, holds: Callable[[Index], bool]) -> Index:
+    with anyio.fail_after(60):
+        revision = (await store.list([keys.ROOT])).revision
+        async with store.watch([keys.ROOT], from_revision=revision + 1) as batches:
+            while not holds(index := await read_index(store, WATCHED)):
+                await anext(batches)
+            return index
+
+
+@pytest.mark.etcd
+def test_a_controller_waits_for_the_nodes_of_a_restored_store(start_etcd: StartEtcd, tmp_path: Path) -> None:
+    etcd = start_etcd()
+    fleet = Fleet(measure_every_s=10, guard=Guard(), incarnation="one")
+    etcdctl(etcd, "put", keys.key(Ref(Kind.FLEET)), codec.encode_stored(fleet).decode())
+    etcdctl(etcd, "put", keys.key(Ref(Kind.SESSION, "n1")), session("one"))
+    file = snapshot(etcd, tmp_path / "file", meta='{"incarnation":"one","format":1}')
+    assert restore("--snapshot", file, "--data", tmp_path / "data").returncode == 0
+    swap(etcd, tmp_path, into="data")
+    incarnation = json.loads(value(etcd, META))["incarnation"]
+
+    async def scene() -> None:
+        config = EtcdConfig(endpoints=etcd.endpoints)
+        leader = Leader(id="a", address="a", version="1", pid=1)
+        async with open_etcd(config) as store, open_etcd(config) as theirs, trio.open_nursery() as nursery:
+
+            async def controller() -> None:
+                await control(
+                    theirs,
+                    ControllerConfig(etcd=config),
+                    identity=leader,
+                    wall=system_wall,
+                    ids=SystemIds(),
+                    jitter=system_jitter,
+                    status=ControllerStatus(leader=leader, renew_within_s=3),
+                )
+
+            nursery.start_soon(controller)
+            index = await until(store, lambda index: "n1" in index.node_states)
+            assert is_restoring(index, incarnation)
+            assert unreported(index, incarnation) == ["n1"]
+            put = PutOp(key=keys.key(Ref(Kind.SESSION, "n1")), value=session(incarnation).encode())
+            await store.txn([], [put])
+            await until(store, lambda index: not is_restoring(index, incarnation))
+            nursery.cancel_scope.cancel()
+
+    trio.run(scene)
 
 
 @pytest.mark.etcd
