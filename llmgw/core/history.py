@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from llmgw.core import handout
-from llmgw.core.catalog import launch_hash
-from llmgw.core.gpu import lost_gpus
 from llmgw.core.ids import shard_name
 from llmgw.core.invariants import Violation, check, claimed_bytes
 from llmgw.core.inventory import node_inventory
@@ -21,18 +19,17 @@ from llmgw.core.liveness import LOST_PERIOD_S, LOST_SHARE
 from llmgw.core.node import Liveness
 from llmgw.core.reading import is_frozen, is_live
 from llmgw.core.replica import (
-    GONE,
     Assignment,
     Claim,
     Desired,
     Replica,
     ReplicaShard,
-    Retire,
     ShardPhase,
     ShardReport,
     confirms_stop,
     live_shard,
 )
+from llmgw.core.retirement import MAY_EMPTY, declared_gone, justified
 from llmgw.core.routing import route
 from llmgw.core.snapshot import Change, Index, Kind, Ref
 
@@ -158,7 +155,7 @@ class _Before:
         stopping = row is not None and row.record is not None and row.record.desired is Desired.STOPPED
         order_rev = 0 if row is None else row.mod_revision
         confirmed = stopping and any(confirms_stop(report, order_rev=order_rev) for report in reports)
-        if confirmed or _declared_gone(index, name.partition("/")[0]):
+        if confirmed or declared_gone(index, name.partition("/")[0]):
             self.confirmed.add(name)
 
     def fence(self, after: Index) -> Iterator[Violation]:
@@ -186,7 +183,7 @@ class _Before:
             session, state = after.sessions.record(name), after.node_states.record(name)
             here = (session is not None and session.store == incarnation) or (name, incarnation) in undone
             lost = state is not None and state.liveness is Liveness.LOST
-            if not here and not lost and not _declared_gone(after, name):
+            if not here and not lost and not declared_gone(after, name):
                 yield Violation(number=6, what=f"the store counts as adopted, and {name} has not reported to it")
 
     def claims(self, after: Index) -> Iterator[Violation]:
@@ -239,7 +236,7 @@ class _Before:
                 continue
             if self.restoring and self._restoring(after):
                 yield Violation(number=6, what=f"{name} was retired before all nodes had reported")
-            elif new is not None and not _justified(after, lately, new, unordered=name in self.unordered):
+            elif new is not None and not justified(after, lately, new, unordered=name in self.unordered):
                 why = "nothing" if new.retire is None else new.retire.value
                 yield Violation(number=6, what=f"{name} was retired for {why}, which does not hold")
         for model, count in self.routes.items():
@@ -247,7 +244,7 @@ class _Before:
             if count == 0 or _routable(after, model) or unwanted:
                 continue
             gone = [after.replicas.record(name) for name, old in self.replicas.items() if old and old.model == model]
-            if not any(each is None or each.retire in _MAY_EMPTY for each in gone):
+            if not any(each is None or each.retire in MAY_EMPTY for each in gone):
                 yield Violation(number=6, what=f"a commit left {model} without a route")
 
     def liveness(self, after: Index) -> Iterator[Violation]:
@@ -277,7 +274,7 @@ class _Before:
                 continue
             if _holds(report) and (was is None or not _holds(was)):
                 yield from _crowded(after, report)
-            if was is None or report.phase is was.phase or stops_on_exit or _declared_gone(after, report.node):
+            if was is None or report.phase is was.phase or stops_on_exit or declared_gone(after, report.node):
                 continue
             row = after.assignments.get(name)
             orders = [report.order] if row is None else [row.record]
@@ -297,55 +294,6 @@ def _holds(report: ShardReport) -> bool:
     return report.phase in HOLDS and (report.phase is not ShardPhase.STARTING or report.pid is not None)
 
 
-_MAY_EMPTY: Final = frozenset({Retire.ROLLED, Retire.FAILED, Retire.UNKNOWN})
-"""Why the last route of a wanted model may go: it failed, or a rollout has no room for two."""
-
-
-def _justified(index: Index, lately: Lately, replica: Replica, *, unordered: bool) -> bool:
-    """Whether the reason a replica was retired for is true of the tree."""
-    states = [index.node_states.record(shard.node) for shard in replica.shards]
-    names = [shard_name(shard.node, replica.id, shard.rank) for shard in replica.shards]
-    match replica.retire:
-        case Retire.FAILED:
-            reports = [index.reports.record(name) for name in names]
-            failed = any(report is not None and report.phase is ShardPhase.FAILED for report in reports)
-            failed = failed or (len(replica.shards) > 1 and replica.ready_at is None)  # it never came together in time
-            return failed or any(
-                _declared_gone(index, each.node) or _lost_gpu(index, lately, each) for each in replica.shards
-            )
-        case Retire.UNKNOWN:
-            reports = [index.reports.record(name) for name in names]
-            return unordered or any(report is not None and report.phase in GONE for report in reports)
-        case Retire.ROLLED:
-            return _outdated(index, lately, replica)
-        case Retire.REPLACED:
-            return any(state is not None and state.liveness is Liveness.LOST for state in states)
-        case Retire.DRAINED:
-            return any(lately.drains(index, shard.node) for shard in replica.shards)
-        case Retire.MODEL_REMOVED:
-            return None in lately.models(index, replica.model)
-        case None:
-            return False
-        case _:  # scale_down, cancelled: enough others are left
-            live = [index.replicas.record(each) for each in index.replicas_of.get(replica.model, ())]
-            left = sum(1 for each in live if each is not None and is_live(each))
-            return any(spec is not None and left >= spec.scaling.min for spec in lately.models(index, replica.model))
-
-
-def _outdated(index: Index, lately: Lately, replica: Replica) -> bool:
-    """Whether another launch is wanted than the replica's, or another version of its engine."""
-    specs = [spec for spec in lately.models(index, replica.model) if spec is not None]
-    if any(all(launch_hash(spec, each) != replica.launch for each in spec.profiles) for spec in specs):
-        return True
-    version = None if replica.build is None else replica.build.partition("@")[2].partition("+")[0]
-    return any(wish is not None and wish.version != version for wish in lately.engines(index, replica.engine))
-
-
-def _lost_gpu(index: Index, lately: Lately, shard: ReplicaShard) -> bool:
-    """Whether its node said that a GPU the shard holds is gone."""
-    return any(lost_gpus(facts, shard.claim) for facts in lately.facts(index, shard.node))
-
-
 def _routable(index: Index, model: str) -> int:
     """How many replicas of a model a gateway could send requests to."""
     count = 0
@@ -355,13 +303,6 @@ def _routable(index: Index, model: str) -> int:
             report = index.reports.record(shard_name(shard.node, each, shard.rank))
             count += route(replica, report, None if secret is None else secret.key) is not None
     return count
-
-
-def _declared_gone(index: Index, node: str) -> bool:
-    """Whether an operator has declared the node's machine gone, and it is indeed not there."""
-    spec, state, facts = index.node_specs.record(node), index.node_states.record(node), index.facts.record(node)
-    known = {each.boot_id for each in (state, facts) if each is not None}
-    return spec is not None and spec.forget is not None and node not in index.sessions and spec.forget in known
 
 
 def _crowded(index: Index, started: ShardReport) -> Iterator[Violation]:
