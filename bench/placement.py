@@ -29,7 +29,7 @@ from fleet import STORE, models, nodes
 from llmgw.core.ids import CountedIds
 from llmgw.core.invariants import check, claimed_bytes, require
 from llmgw.core.liveness import observe
-from llmgw.core.plan import Plan, Settings, View
+from llmgw.core.plan import Plan, Settings, View, WakeKey
 from llmgw.core.reconcile import due, reconcile
 from llmgw.core.record import Generation, Record, StoreMeta
 from llmgw.core.replica import ReplicaPhase, ShardPhase, ShardReport
@@ -77,7 +77,7 @@ class Leader:
         self.ids = CountedIds()
         self.settings = Settings()
         self.left = Dirty()
-        self.wakes: dict[tuple[str, str], float] = {}
+        self.wakes: dict[WakeKey, float] = {}
         self.took_s: list[float] = []
 
     def fold(self, changes: Iterable[tuple[Ref, Record | None]]) -> float:

@@ -21,7 +21,7 @@ from llmgw.controller.load import Sampler
 from llmgw.core.ids import Ids
 from llmgw.core.live import LoadView
 from llmgw.core.liveness import observe
-from llmgw.core.plan import Plan, Settings, View
+from llmgw.core.plan import Plan, Settings, View, Wake, WakeKey
 from llmgw.core.reconcile import due, reconcile
 from llmgw.core.record import Leader
 from llmgw.core.snapshot import Dirty, Index
@@ -165,7 +165,7 @@ class Reign:
         self._view = View()
         self._dirty = Dirty(everything=True)
         self._more = False
-        self._wake_mono_s: dict[tuple[str, str], float] = {}
+        self._wake_mono_s: dict[WakeKey, float] = {}
         self._wake_next_s = self._full_s = 0.0
         self._earliest_s = 0.0
         self._moment: Now | None = None
@@ -291,7 +291,7 @@ class Reign:
         self._dirty.add(plan.left)
         self._more = plan.more
         wake = self._wake_mono_s
-        for kind, names in (("model", dirty.models - plan.left.models), ("node", dirty.nodes - plan.left.nodes)):
+        for kind, names in ((Wake.MODEL, dirty.models - plan.left.models), (Wake.NODE, dirty.nodes - plan.left.nodes)):
             for name in names:
                 wake.pop((kind, name), None)
         wake.update(plan.wake_mono_s)

@@ -17,7 +17,7 @@ from typing import Final, Self
 
 from llmgw.core.ids import Ids
 from llmgw.core.node import Guard
-from llmgw.core.plan import Group, Plan, Put, Settings, View, Write
+from llmgw.core.plan import Group, Plan, Put, Settings, View, Wake, Write
 from llmgw.core.record import Record
 from llmgw.core.snapshot import Dirty, Index, Ref, Row
 from llmgw.core.units import Now
@@ -137,12 +137,12 @@ class Pass:
         """The tree, with what this pass has decided so far."""
         return self.draft.index
 
-    def wake_at(self, kind: str, name: str, wall_s: float) -> None:
+    def wake_at(self, what: Wake, name: str, *, wall_s: float) -> None:
         """Look at that again when the wall clock says so."""
-        self.wake_in(kind, name, wall_s - self.now.wall_s)
+        self.wake_in(what, name, delay_s=wall_s - self.now.wall_s)
 
-    def wake_in(self, kind: str, name: str, delay_s: float) -> None:
+    def wake_in(self, what: Wake, name: str, *, delay_s: float) -> None:
         """Look at that again after so long, or earlier if somebody said so already."""
         at = self.now.mono_s + max(0.0, delay_s)
-        key = (kind, name)
+        key = (what, name)
         self.plan.wake_mono_s[key] = min(at, self.plan.wake_mono_s.get(key, at))

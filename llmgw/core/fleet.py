@@ -15,7 +15,7 @@ from llmgw.core.draft import Pass
 from llmgw.core.inventory import node_inventory
 from llmgw.core.lifecycle import release, retired
 from llmgw.core.node import Fleet, Guard, Liveness, NodeState
-from llmgw.core.plan import Delete
+from llmgw.core.plan import Delete, Wake
 from llmgw.core.reading import is_frozen, is_live
 from llmgw.core.replica import Retire
 from llmgw.core.snapshot import Index, Kind, Ref
@@ -121,7 +121,7 @@ def _guard(p: Pass) -> Guard:
     old = _old_fleet(p.index)
     writes_s = liveness.writes_fail_for_s(now=p.now, view=p.view, settings=p.settings)
     if writes_s > 0:
-        p.wake_in("fleet", "", writes_s)
+        p.wake_in(Wake.FLEET, "", delay_s=writes_s)
     there, excused = p.index.standing.liveness, released_nodes(p.index) | p.gone
     counted = {each: len(names) - len(names & excused) for each, names in there.items() if each is not Liveness.LOST}
     return liveness.guard_by(
@@ -149,14 +149,14 @@ def _lose(p: Pass) -> None:
         wait_s = liveness.lost_in_s(state, now=p.now, view=p.view, settings=p.settings)
         held = p.guard.on and (state.name not in released or p.guard.reason == liveness.GUARD_WRITES)
         if wait_s > 0:
-            p.wake_in("node", state.name, wait_s)
+            p.wake_in(Wake.NODE, state.name, delay_s=wait_s)
         elif held:
             continue  # the guard goes by a change of some node, or by its own wake
         elif budget > 0:
             budget -= 1
             _judge_node(p, state.name, lose=True)
         else:
-            p.wake_in("node", state.name, next_s)
+            p.wake_in(Wake.NODE, state.name, delay_s=next_s)
 
 
 def _states(index: Index, names: set[str]) -> Iterator[NodeState]:

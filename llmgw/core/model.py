@@ -32,7 +32,7 @@ from llmgw.core.lifecycle import (
     stop_order,
 )
 from llmgw.core.placement import Placement, Rejection, place
-from llmgw.core.plan import Delete, Put, Write
+from llmgw.core.plan import Delete, Put, Wake, Write
 from llmgw.core.reading import is_frozen, is_live, order_ref, replicas_of
 from llmgw.core.refusal_words import render, summarise
 from llmgw.core.replica import (
@@ -239,7 +239,7 @@ def _failure(p: Pass, replica: Replica) -> tuple[tuple[str, ...], str, Retire] |
     wait_s = gang.late_in_s(p.index, replica, now=p.now, view=p.view)
     if wait_s is None or wait_s > 0:
         if wait_s is not None:
-            p.wake_in("model", replica.model, wait_s)
+            p.wake_in(Wake.MODEL, replica.model, delay_s=wait_s)
         return None
     nodes, reason = gang.late_ranks(p.index, replica)
     return nodes, reason, Retire.FAILED
@@ -264,7 +264,7 @@ def _settle_backoff(p: Pass, model: Tended) -> None:
             clean = msgspec.structs.replace(state, attempt=0, retry_at=None, failed_nodes={})
             model.state = clean if census.stopped and census.outdated else msgspec.structs.replace(clean, failure="")
         else:
-            p.wake_at("model", model.name, since + p.settings.stable_s)
+            p.wake_at(Wake.MODEL, model.name, wall_s=since + p.settings.stable_s)
 
 
 def _place(p: Pass, model: Tended, spec: ModelSpec, inventory: Inventory) -> None:
@@ -277,7 +277,7 @@ def _place(p: Pass, model: Tended, spec: ModelSpec, inventory: Inventory) -> Non
         if census.need == 0 and not census.may_surge:
             return
         if waiting and retry_at is not None:
-            p.wake_at("model", model.name, retry_at)
+            p.wake_at(Wake.MODEL, model.name, wall_s=retry_at)
             return
         if p.tries <= 0:
             model.short = True

@@ -5,6 +5,7 @@ Data only. The controller's committer fences the groups and packs them into tran
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -41,18 +42,29 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     writes: tuple[Write, ...]
 
 
+class Wake(enum.Enum):
+    """What time alone may give reason to look at again."""
+
+    MODEL = "model"
+    NODE = "node"
+    FLEET = "fleet"
+
+
+WakeKey = tuple[Wake, str]
+"""A model or node by its name, or the fleet, whose name is empty."""
+
+
 @dataclass(kw_only=True)
 class Plan:
     """The outcome of one pass, in the order it must be committed.
 
-    `wake_mono_s`: for each model or node that was looked at, the moment on the leader's monotonic clock at which time
+    `wake_mono_s`: for what was looked at, the moment on the leader's monotonic clock at which time
     alone may change the decision; absent when only a change of the tree can. `left`: what the pass, cut at its bound,
     did not get to and must stay dirty.
     """
 
     groups: list[Group] = field(default_factory=list)
-    wake_mono_s: dict[tuple[str, str], float] = field(default_factory=dict)
-    """Keyed by ("model", name) or ("node", name) or ("fleet", "")."""
+    wake_mono_s: dict[WakeKey, float] = field(default_factory=dict)
     left: Dirty = field(default_factory=Dirty)
 
     @property

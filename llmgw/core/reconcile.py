@@ -23,7 +23,7 @@ from llmgw.core.ids import Ids
 from llmgw.core.inventory import Inventory
 from llmgw.core.model import Tended, conclude, tend, tend_leaving
 from llmgw.core.node import Liveness
-from llmgw.core.plan import Plan, Settings, View
+from llmgw.core.plan import Plan, Settings, View, Wake, WakeKey
 from llmgw.core.snapshot import Dirty, Index, Rest
 from llmgw.core.units import Now
 
@@ -58,17 +58,18 @@ def reconcile(index: Index, dirty: Dirty, *, now: Now, view: View, ids: Ids, set
     return p.plan
 
 
-def due(wakes: dict[tuple[str, str], float], *, now: Now) -> Dirty:
+def due(wakes: dict[WakeKey, float], *, now: Now) -> Dirty:
     """What time alone has made worth a look, from the wakes of earlier plans. It is taken out of `wakes`."""
     found = Dirty()
-    for kind, name in [key for key, at in wakes.items() if at <= now.mono_s]:
-        if kind == "model":
-            found.models.add(name)
-        elif kind == "node":
-            found.nodes.add(name)
-        else:
-            found.fleet = True
-        del wakes[kind, name]
+    for what, name in [key for key, at in wakes.items() if at <= now.mono_s]:
+        match what:
+            case Wake.MODEL:
+                found.models.add(name)
+            case Wake.NODE:
+                found.nodes.add(name)
+            case Wake.FLEET:
+                found.fleet = True
+        del wakes[what, name]
     return found
 
 

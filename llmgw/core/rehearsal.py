@@ -19,7 +19,7 @@ import msgspec
 from llmgw.core.census import take_census
 from llmgw.core.ids import CountedIds, Ids
 from llmgw.core.liveness import observe
-from llmgw.core.plan import Delete, Put, Settings, View, Write
+from llmgw.core.plan import Delete, Put, Settings, View, WakeKey, Write
 from llmgw.core.reading import is_live, report_of
 from llmgw.core.reconcile import due, reconcile
 from llmgw.core.record import Record
@@ -82,7 +82,7 @@ class Rehearsal:
         self._ids = ids or CountedIds(used=frozenset(name.rpartition("-")[2] for name in used))
         self._settings = settings or Settings()
         self._view = View()
-        self._wakes: dict[tuple[str, str], float] = {}
+        self._wakes: dict[WakeKey, float] = {}
         self._asked = {*self.index.assignments, *self.index.reports}
         self._up: defaultdict[str, set[str]] = defaultdict(set)
         for replica in self.index.replicas.records():

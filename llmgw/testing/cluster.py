@@ -15,7 +15,7 @@ from llmgw.core.ids import CountedIds, shard_name
 from llmgw.core.invariants import require
 from llmgw.core.liveness import observe
 from llmgw.core.node import Build, EngineFacts, Fabric, Facts, Gpu, GpuHealth, Session, WeightSet
-from llmgw.core.plan import Plan, Settings, View
+from llmgw.core.plan import Plan, Settings, View, WakeKey
 from llmgw.core.reconcile import due, reconcile
 from llmgw.core.record import Generation, Record, StoreMeta
 from llmgw.core.replica import GONE, Assignment, Desired, Replica, ShardPhase, ShardReport
@@ -57,7 +57,7 @@ class Cluster:
     view: View = field(default_factory=View)
     ids: CountedIds = field(default_factory=CountedIds)
     settings: Settings = field(default_factory=Settings)
-    wakes: dict[tuple[str, str], float] = field(default_factory=dict)
+    wakes: dict[WakeKey, float] = field(default_factory=dict)
     leases: int = 0
     saved: dict[str, Assignment] = field(default_factory=dict)
     """What agents run, by shard: the order as they saved it."""

@@ -18,6 +18,7 @@ from llmgw.core import autoscale
 from llmgw.core.catalog import ModelSpec
 from llmgw.core.live import Sample, Total
 from llmgw.core.node import Facts, GpuHealth
+from llmgw.core.plan import Wake
 from llmgw.core.record import Recover, StoreMeta
 from llmgw.core.replica import GONE, ShardPhase
 from llmgw.core.snapshot import Kind
@@ -257,7 +258,7 @@ def run(c: Cluster, dice: Dice, turn: Turn) -> None:
 
 def write_trouble(c: Cluster, dice: Dice, turn: Turn) -> None:
     c.view = msgspec.structs.replace(c.view, write_failed_mono_s=c.now.mono_s)
-    c.wakes["fleet", ""] = c.now.mono_s  # as the loop does: a pass is due after a failed write
+    c.wakes[Wake.FLEET, ""] = c.now.mono_s  # as the loop does: a pass is due after a failed write
 
 
 def lose_order(c: Cluster, dice: Dice, turn: Turn) -> None:

@@ -14,7 +14,7 @@ from llmgw.core.catalog import ModelSpec, Profile
 from llmgw.core.explain import Constraint
 from llmgw.core.ids import Ids, Secret
 from llmgw.core.node import Build, EngineFacts, Facts, Gpu, GpuHealth, Session
-from llmgw.core.plan import Group, Plan, Put, Settings, View
+from llmgw.core.plan import Group, Plan, Put, Settings, View, Wake
 from llmgw.core.reconcile import reconcile
 from llmgw.core.record import Head, Leader, Record, StoreMeta
 from llmgw.core.replica import ModelState, Replica
@@ -276,7 +276,7 @@ def test_what_was_dirty_stays_so_until_its_commit_succeeds(fate: Fate) -> None:
 def test_a_failed_commit_does_not_lose_what_only_a_timer_had_made_due() -> None:
     async def scene(world: World) -> None:
         decide = Scripted()
-        decide.plans = [Plan(wake_mono_s={("fleet", ""): 30.0}), Plan(groups=[note("x")])]
+        decide.plans = [Plan(wake_mono_s={(Wake.FLEET, ""): 30.0}), Plan(groups=[note("x")])]
         a = world.start("a", decide)
         await anyio.sleep(20)
         a.store.judges.append(once(TxnFault(fate=Fate.REFUSED)))
@@ -307,8 +307,8 @@ def test_a_failed_keepalive_is_a_failed_write_to_the_core() -> None:
 def test_timers_bring_back_just_what_they_speak_of_when_they_say() -> None:
     async def scene(world: World) -> None:
         decide = Scripted()
-        wake = {("model", "m"): 40.0, ("node", "n"): 50.0, ("fleet", ""): 60.0, ("model", "later"): 5000.0}
-        fleet = {("fleet", ""): 60.0}  # looked at in every pass, so said again by each
+        wake = {(Wake.MODEL, "m"): 40.0, (Wake.NODE, "n"): 50.0, (Wake.FLEET, ""): 60.0, (Wake.MODEL, "later"): 5000.0}
+        fleet = {(Wake.FLEET, ""): 60.0}  # looked at in every pass, so said again by each
         decide.plans = [Plan(wake_mono_s=wake), Plan(wake_mono_s=fleet), Plan(wake_mono_s=fleet)]
         world.start("a", decide)
         await anyio.sleep(100)
@@ -322,7 +322,7 @@ def test_timers_bring_back_just_what_they_speak_of_when_they_say() -> None:
 def test_a_look_at_something_replaces_its_timer() -> None:
     async def scene(world: World) -> None:
         decide = Scripted()
-        decide.plans = [Plan(wake_mono_s={("model", "m"): 40.0, ("model", "k"): 45.0})]
+        decide.plans = [Plan(wake_mono_s={(Wake.MODEL, "m"): 40.0, (Wake.MODEL, "k"): 45.0})]
         world.start("a", decide)
         await anyio.sleep(20)
         await world.model("m")

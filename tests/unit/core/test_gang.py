@@ -13,7 +13,7 @@ from llmgw.core.ids import shard_name
 from llmgw.core.inventory import Inventory, node_inventory
 from llmgw.core.node import Build, EngineFacts, Fabric, GpuHealth, Liveness
 from llmgw.core.placement import Placement, explain, place
-from llmgw.core.plan import Put
+from llmgw.core.plan import Put, Wake
 from llmgw.core.record import StoreMeta
 from llmgw.core.refusal_words import render
 from llmgw.core.replica import (
@@ -381,7 +381,7 @@ def test_c11_a_gang_whose_worker_never_joins_is_stopped_whole_and_all_its_claims
     c.report(name(replica, 0), S.STARTING)
     c.report(name(replica, 1), S.STARTING, reason="waits for the head")
     c.step()
-    assert c.wakes["model", "m"] == c.now.mono_s + 60.0 + WORD_S
+    assert c.wakes[Wake.MODEL, "m"] == c.now.mono_s + 60.0 + WORD_S
     c.advance(60.0 + WORD_S - 0.1)
     assert c.step().empty
     c.advance(0.1)

@@ -7,7 +7,7 @@ import pytest
 
 from llmgw.core.liveness import GUARD_NODES, GUARD_WRITES, losable, observe
 from llmgw.core.node import Guard, Liveness, NodeState
-from llmgw.core.plan import View
+from llmgw.core.plan import View, Wake
 from llmgw.core.snapshot import Kind
 from llmgw.core.units import Now
 from llmgw.testing.cluster import Cluster
@@ -54,7 +54,7 @@ def test_a_session_that_ends_makes_unreachable_then_lost_after_its_time() -> Non
     c.step()
     gone = state(c, "n1")
     assert (gone.liveness, gone.since_at, gone.boot_id) == (UNREACHABLE, c.now.wall_s, "boot-n1")
-    assert c.wakes["node", "n1"] == c.now.mono_s + 300.0
+    assert c.wakes[Wake.NODE, "n1"] == c.now.mono_s + 300.0
     c.advance(299.0)
     c.step()
     assert state(c, "n1") == gone

@@ -13,7 +13,7 @@ from llmgw.core.fleet import MEASURE_MAX_S, MEASURE_MIN_S
 from llmgw.core.ids import Secret
 from llmgw.core.lifecycle import JITTER, backoff_s, fresh_id
 from llmgw.core.node import Build, EngineFacts, Fleet, Liveness, NodeState
-from llmgw.core.plan import Put, Settings
+from llmgw.core.plan import Put, Settings, Wake
 from llmgw.core.reconcile import due, reconcile
 from llmgw.core.replica import (
     Assignment,
@@ -291,7 +291,7 @@ def test_a_failed_replica_is_stopped_confirmed_waited_for_and_replaced_elsewhere
     assert after.failed_nodes == {node: c.now.wall_s + wait_s + 300.0}
     c.settle()
     assert not c.replicas("m"), "confirmed, and its claim ended"
-    assert c.wakes["model", "m"] == pytest.approx(c.now.mono_s + wait_s)
+    assert c.wakes[Wake.MODEL, "m"] == pytest.approx(c.now.mono_s + wait_s)
     c.advance(wait_s + 0.001)
     c.settle()
     new = c.one("m")
@@ -918,11 +918,11 @@ def test_measuring_slows_down_with_the_number_of_nodes() -> None:
 
 def test_due_gives_what_time_made_due_and_takes_it_out() -> None:
     c = Cluster()
-    wakes = {("model", "m"): 50.0, ("node", "n"): 100.0, ("model", "later"): 101.0}
+    wakes = {(Wake.MODEL, "m"): 50.0, (Wake.NODE, "n"): 100.0, (Wake.MODEL, "later"): 101.0}
     found = due(wakes, now=c.now)
     assert (found.models, found.nodes, found.everything) == ({"m"}, {"n"}, False)
-    assert wakes == {("model", "later"): 101.0}
-    assert due({("fleet", ""): 1.0}, now=c.now) == Dirty(fleet=True)
+    assert wakes == {(Wake.MODEL, "later"): 101.0}
+    assert due({(Wake.FLEET, ""): 1.0}, now=c.now) == Dirty(fleet=True)
 
 
 def test_ids_are_fresh_or_it_is_a_bug() -> None:
