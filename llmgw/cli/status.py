@@ -11,6 +11,8 @@ import click
 from llmgw.cli.connection import Connection, read_index, store_options
 from llmgw.cli.kinds import KINDS, UNKNOWN
 from llmgw.cli.output import emit_as, say
+from llmgw.cli.refusal_text import some
+from llmgw.core.fleet import is_restoring, unreported
 from llmgw.core.model_text import asleep
 from llmgw.core.snapshot import Index, Kind
 from llmgw.obs.clock import system_wall
@@ -33,6 +35,7 @@ _READ = (
     Kind.SESSION,
     Kind.FACTS,
     Kind.REPLICA,
+    Kind.RECOVER,
 )
 
 
@@ -62,6 +65,7 @@ def _object(index: Index, endpoints: tuple[str, ...]) -> dict[str, Any]:
         "endpoints": list(endpoints),
         "revision": index.revision,
         "incarnation": None if meta is None else meta.incarnation,
+        "waiting_for": _waiting_for(index),
         "leader": None if index.leader is None else codec.to_public(index.leader.record),
         "term": None if index.leader is None else index.leader.create_revision,
         "guard": None if fleet is None else codec.to_public(fleet.guard),
@@ -78,6 +82,9 @@ def _lines(index: Index, endpoints: tuple[str, ...], wall_s: float) -> Iterator[
         yield "store", "new: no controller has been here"
     else:
         yield "store", UNKNOWN if index.meta.record is None else f"incarnation {index.meta.record.incarnation}"
+    if (waiting_for := _waiting_for(index)) is not None:
+        names = some(waiting_for) or "none any more"
+        yield "restored", f"nothing is placed, stopped or pruned before these nodes have reported: {names}"
     leader = None if index.leader is None else index.leader.record
     if index.leader is None or leader is None:
         yield "leader", "none: what runs goes on running, and nothing new is decided"
@@ -104,6 +111,16 @@ def _lines(index: Index, endpoints: tuple[str, ...], wall_s: float) -> Iterator[
         yield "", f"{name}: {told}" + (f", {why}" if why else "")
     for ref, why in index.corrupt():
         yield "corrupt", f"/llmgw/{ref.kind.value}{ref.name}: {why}"
+
+
+def _waiting_for(index: Index) -> list[str] | None:
+    """The nodes that hold everything up after a restore; None while nothing does."""
+    meta = None if index.meta is None else index.meta.record
+    if meta is None or not is_restoring(index, meta.incarnation):
+        return None
+    recover = None if index.recover is None else index.recover.record
+    ended = recover is not None and recover.incarnation == meta.incarnation
+    return [] if ended else unreported(index, meta.incarnation)
 
 
 def _liveness(index: Index, name: str) -> str | None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 
 import msgspec
 import pytest
 
 from llmgw.core.catalog import Scaling
+from llmgw.core.record import Recover, StoreMeta
+from llmgw.core.snapshot import Kind
 from llmgw.testing.cluster import Cluster, model_spec
 from llmgw.testing.load import Loads
 
@@ -29,3 +32,28 @@ def test_a_model_that_sleeps_is_as_wanted_and_said_to_be_asleep(
     out = capsys.readouterr().out
     assert "models    1 of 2 as wanted\n" in out
     assert "sleeps: 0/1 (0-4) ready\n" in out
+
+
+def test_a_restored_store_names_the_nodes_it_waits_for(
+    on: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    c = Cluster()
+    for name in ("n1", "n2"):
+        c.node(name)
+    c.settle()
+
+    def told() -> tuple[str, list[str] | None]:
+        assert on(c, "status") == 0
+        lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("restored")]
+        assert on(c, "status", "-o", "json") == 0
+        return "".join(lines), json.loads(capsys.readouterr().out)["waiting_for"]
+
+    assert told() == ("", None)
+    c.meddle((Kind.META, "", StoreMeta(incarnation="store-2")))
+    c.back("n1")
+    says = "restored  nothing is placed, stopped or pruned before these nodes have reported:"
+    assert told() == (f"{says} n2", ["n2"])
+    c.meddle((Kind.RECOVER, "", Recover(incarnation="store-2")))
+    assert told() == (f"{says} none any more", [])
+    c.settle()
+    assert told() == ("", None)
