@@ -95,6 +95,7 @@ class SessionKeeper:
         self._assignments = keys.prefix(Kind.ASSIGNMENT) + f"{node}/"
         self._started_at = wall()
         self._version = importlib.metadata.version("llmgw")
+        self._ttl_s = max(1, round(config.session_ttl_s))  # etcd counts whole seconds
         self._granted: set[int] = set()
         self._sayings = Sayings(log)
         self._reader = TreeReader(store, node, self._sayings)
@@ -164,7 +165,7 @@ class SessionKeeper:
         """A lease under which the session may be written: a fresh one, or that of our own; None: it is another's."""
         item = tree.items.get(self._session)
         if item is None:
-            lease = (await self._store.grant(max(1, round(self._config.session_ttl_s)))).id
+            lease = (await self._store.grant(self._ttl_s)).id
             self._granted.add(lease)
             return lease
         change = codec.change(item)
@@ -208,6 +209,7 @@ class SessionKeeper:
             version=self._version,
             pid=self._pid,
             started_at=self._started_at,
+            ttl_s=self._ttl_s,
         )
         wanted = self._wanted()
         stale = [key for key in tree.items if key.startswith(self._shards) and key not in wanted]

@@ -53,11 +53,18 @@ class ControllerConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=
     listen: where page, health and metrics are served; loopback by default.
     address: what others are told to reach it by; `listen` when empty.
     ttl_s … margin_s: leading (refused at start unless margin ≥ call time-out and 2 × keepalive ≤ ttl - margin).
-    session_ttl_s: of the agents' sessions; the grace periods of liveness are multiples of it.
-    lost_after_s: how long a node stays Unreachable before a replacement is asked for.
+    session_ttl_s: of the agents' sessions, to be what their agent.yaml says: twice as long a leader watches by itself
+    before it gives up a node or ends the guard for failed writes. An agent with another one is warned of in the log.
+    lost_after_s: how long a node stays Unreachable before a replacement is asked for. Five minutes outlast a reboot and
+    most outages of a switch; loading big weights elsewhere would hardly be faster.
     pass_interval_s: least time between two passes; changes are coalesced for so long.
     full_pass_s: how often everything is looked at, dirty or not.
     scale_every_s: how often the models' load is sampled. Source: 15 s is the period of Kubernetes' HPA.
+    backoff_base_s, backoff_max_s: how long a model waits before it is placed again after its n-th failed replica in a
+    row: base × 2ⁿ⁻¹, at most max, ± 20 %; zero for base means at once. Thirty minutes of all replicas ready end the
+    count. For another max placement prefers nodes where it did not fail. Source: 300 s is the most that Kubernetes'
+    CrashLoopBackOff waits.
+    log_format: `text` for people, `json` for one object a line, to stderr.
     """
 
     etcd: EtcdConfig = EtcdConfig()
@@ -101,19 +108,35 @@ class FabricConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True
 class AgentConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """agent.yaml.
 
-    name: the node's name. data_dir: state, logs, lock.
+    name: the node's name, one agent each.
+    data_dir: state, logs, lock; what runs is taken up from there after a restart.
     address: where gateways reach this node's engines, and the other members of a replica that spans nodes its own.
-    memory_gb, cpus: caps below what the machine has.
+    listen: accepted and judged, and not used yet: the agent serves nothing.
+    labels: what a catalog's `node_selector` may ask for. Those set by people in the store (`spec/nodes/<name>`) win.
+    model_dirs: where weights are looked for, in this order, and listed for placement, which prefers nodes that have
+    them; a catalog's relative `source` is below one of them. None: absolute sources only.
+    memory_gb, cpus: caps below what the machine has; all of it when absent.
     share: the part of the machine's (or cgroup's) memory and CPUs that is this node's; `llmgw dev` gives each of its N
     nodes 1/N, so that nothing is handed out twice.
+    fabrics: the fast networks of this node; without one it takes no part in a replica that spans nodes.
     engine_ports: an inclusive range, outside the ephemeral range.
     gang_ports: an inclusive range for what the members of a replica that spans nodes open to each other; each such
     replica takes 16 in a row, the same on all its nodes, so nodes of one fabric should name the same range.
-    listen: accepted and judged, and not used yet: the agent serves nothing.
     port_rest_s: how long a freed port rests before another replica gets it.
     on_exit: `keep` lets engines outlive the agent, `stop` ends them with it (for `llmgw dev`).
+    engines: builds of one's own, beside those that are found installed.
+    session_ttl_s: how long after its last renewal the store lets the node's session end; rounded to whole seconds, and
+    renewed every third. To be the controllers' `session_ttl_s`, who judge a missing session by it and warn of another.
+    30 s outlast an election of etcd's and a busy machine; no engine stops when it ends.
+    facts_interval_s: how often the machine is looked at (memory, weights, engines); written when it changed, so that a
+    quiet fleet writes nothing.
     gateway_wait_s: after a stop order, how long gateways get to see it before the engine may be stopped.
-    restart_*: attempts inside one assignment, their backoff, and how long a stable run resets the count.
+    restart_attempts: how often an engine that crashed is started again in place, also without etcd, before its replica
+    counts as failed and is placed anew. A member of a replica that spans nodes has none: it fails as a whole.
+    restart_backoff_s: the wait before the n-th of them is this × 2ⁿ⁻¹; 2, 4 and 8 s give a port or a device time to be
+    free again.
+    stable_s: how long an engine must be ready for its count of restarts to fall back to zero.
+    log_format: `text` for people, `json` for one object a line, to stderr.
     """
 
     name: str
@@ -144,6 +167,7 @@ class AgentConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True)
 class GatewayConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """gateway.yaml.
 
+    id: its name among gateways; not told to anybody by this version.
     listen: loopback by default; without API keys nothing else is allowed. snapshot: file of the last known routes
     (0600), loaded at start when etcd is away; empty for none.
     metrics_listen: where metrics and health alone are served; empty: metrics are on `listen` too.
@@ -154,6 +178,7 @@ class GatewayConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     write_timeout_s: a client that takes nothing for so long is dropped. line_max_bytes: longest SSE line of an engine.
     upstream_idle_s: idle engine connections are dropped before the engine's own 5 s.
     eject_s: how long a replica that failed is left alone.
+    log_format: `text` for people, `json` for one object a line, to stderr.
     """
 
     etcd: EtcdConfig = EtcdConfig()

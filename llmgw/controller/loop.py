@@ -169,6 +169,7 @@ class Reign:
         self._wake_next_s = self._full_s = 0.0
         self._earliest_s = 0.0
         self._moment: Now | None = None
+        self._ttls_s: set[int] = set()
         self._pause: anyio.CancelScope | None = None
         self._footing = Footing(store, term=term, mirror=mirror, high_water=high_water, ids=ids)
         self._sampler = Sampler(
@@ -234,6 +235,7 @@ class Reign:
         """Decide, commit, and note what came of it."""
         index, moment = self._mirror.index, now(self._wall)
         dirty = self._take(moment)
+        self._compare_ttls(dirty)
         failed_s = self._term.failed_mono_s
         if failed_s is not None and failed_s > (self._view.write_failed_mono_s or 0.0):
             self._view = msgspec.structs.replace(self._view, write_failed_mono_s=failed_s)
@@ -276,6 +278,20 @@ class Reign:
             dirty.everything = True
             self._full_s = moment.mono_s + self._config.full_pass_s
         return dirty
+
+    def _compare_ttls(self, dirty: Dirty) -> None:
+        """Say once of each session TTL that agents have that it is not the one that their absence is judged by."""
+        sessions, ours_s = self._mirror.index.sessions, self._settings.session_ttl_s
+        for name in sessions.names() if dirty.everything else dirty.nodes:
+            session = sessions.record(name)
+            ttl_s = None if session is None else session.ttl_s
+            if ttl_s is None or ttl_s in self._ttls_s or abs(ttl_s - ours_s) < 1:  # etcd counts whole seconds
+                continue
+            self._ttls_s.add(ttl_s)
+            log.warning(
+                "an agent's session_ttl_s is not the controllers'",
+                extra={"fields": {"node": name, "ttl_s": ttl_s, "session_ttl_s": ours_s}},
+            )
 
     def _back(self, dirty: Dirty) -> None:
         """Nothing of this pass is certain: all of it is due again, also what had only a timer."""

@@ -22,7 +22,8 @@ class Session(Record, frozen=True, kw_only=True):
     """`node/session/<node>`, leased: the agent is there. Its expiry is the signal; its full report came in one txn.
 
     `boot_id`: the kernel's. `data`: device:inode of the agent's locked lock file, so that a copied data directory is
-    another agent. `store`: the store incarnation the report was made for. `lease`: the lease it hangs on.
+    another agent. `store`: the store incarnation the report was made for. `lease`: the lease it hangs on. `ttl_s`: how
+    long that lives unrenewed, as the agent was told; None in sessions older than this field.
     """
 
     node: str
@@ -34,6 +35,7 @@ class Session(Record, frozen=True, kw_only=True):
     version: str
     pid: int
     started_at: float
+    ttl_s: int | None = None
 
 
 class GpuHealth(enum.Enum):

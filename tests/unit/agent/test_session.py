@@ -176,6 +176,7 @@ async def test_session_facts_and_full_report_come_in_one_transaction(world: Worl
     assert len({item.mod_revision for item in items if item is not None}) == 1
     session = await world.session()
     assert (session.address, session.store, session.data) == ("10.0.0.1", "store-1", agent.host.data)
+    assert session.ttl_s == 30
     facts = await world.record(Ref(Kind.FACTS, "n1"))
     assert isinstance(facts, Facts)
     assert facts.memory_bytes == 64 * GB

@@ -119,7 +119,7 @@ class World:
         profile = Profile(name="p", engine="llama.cpp", min_memory_gb=memory_gb, gpus_per_node=gpus)
         return await self.put((Ref(Kind.MODEL, name), ModelSpec(name=name, source="s", profiles=(profile,))))
 
-    async def node(self, name: str, *, memory_gb: float) -> None:
+    async def node(self, name: str, *, memory_gb: float, ttl_s: int | None = None) -> None:
         """An agent of a machine with one GPU registers: session and facts in one transaction."""
         lease = await self.store.grant(10_000)
         meta = self.records(Kind.META)[""]
@@ -143,6 +143,7 @@ class World:
             version="1",
             pid=1,
             started_at=0,
+            ttl_s=ttl_s,
         )
         await self.store.txn(
             [],
@@ -461,6 +462,23 @@ def test_one_log_line_for_a_pass_that_did_something_and_none_for_others(caplog: 
     assert {key: fields[key] for key in ("note", "txns", "cause")} == {"note": 2, "txns": 1, "cause": "won"}
     assert fields["term"] > 0
     assert fields["revision"] >= fields["term"]
+
+
+def test_agents_whose_session_ttl_is_another_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def scene(world: World) -> None:
+        world.start("a", Scripted())
+        await anyio.sleep(20)
+        for name, ttl_s in (("old", None), ("same", 30), ("n1", 60), ("n2", 60), ("n3", 10)):
+            await world.node(name, memory_gb=1, ttl_s=ttl_s)
+            await anyio.sleep(5)
+        await anyio.sleep(2 * CONFIG.full_pass_s)
+
+    with caplog.at_level(logging.WARNING, logger="llmgw.controller.loop"):
+        in_world(scene)
+    assert [record.__dict__["fields"] for record in caplog.records if "session_ttl_s" in record.message] == [
+        {"node": "n1", "ttl_s": 60, "session_ttl_s": 30.0},
+        {"node": "n3", "ttl_s": 10, "session_ttl_s": 30.0},
+    ]
 
 
 def test_a_head_moved_by_somebody_else_is_read_again() -> None:
