@@ -84,8 +84,8 @@ def rejected(refusals: Iterable[Refusal]) -> Rejection:
 # --- the order ------------------------------------------------------------------------------------------------------
 
 
-class Standing(msgspec.Struct, frozen=True, kw_only=True):
-    """What ranks a node for one more replica of a model, besides what the node is. `failed`: where it failed lately."""
+class Seeker(msgspec.Struct, frozen=True, kw_only=True):
+    """The model that one more replica is placed for, as far as it ranks nodes. `failed`: where it failed lately."""
 
     model: str
     source: str
@@ -93,16 +93,16 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Rank = tuple[object, ...]
-"""A sort key, smaller is better; the last part is the node's name, so that no two are equal."""
+"""A sort key, smaller is better, with the node's name in it, so that no two are equal; of a gang's member it is last."""
 
 
-def score(node: NodeInventory, pool: Pool, found: Admission, standing: Standing) -> Score:
+def score(node: NodeInventory, pool: Pool, found: Admission, seeker: Seeker) -> Score:
     """Why a node ranks where it does, for people to read."""
     gang, room = pool.fabric is not None, free_bytes(node)
     return Score(
-        failed_lately=node.name in standing.failed,
-        weights_missing=node.weights is None or standing.source not in node.weights,
-        replicas_of_model=node.live_replicas.get(standing.model, 0),
+        failed_lately=node.name in seeker.failed,
+        weights_missing=node.weights is None or seeker.source not in node.weights,
+        replicas_of_model=node.live_replicas.get(seeker.model, 0),
         node_empty=not node.holdings and not node.unclaimed,
         free_bytes=None if math.isinf(room) else int(room),
         node=node.name,
@@ -161,7 +161,7 @@ def place(inventory: Inventory, spec: ModelSpec, *, failed: frozenset[str] = fro
         failed: nodes where this model failed lately; they come last.
     """
     ledger = ledger_of(inventory.index)
-    standing = Standing(model=spec.name, source=spec.source, failed=failed)
+    seeker = Seeker(model=spec.name, source=spec.source, failed=failed)
     leaning = Leaning(failed, ledger.holders.get(spec.source, frozenset()), ledger.replicas.get(spec.name, {}))
     counts: dict[tuple[str, Constraint], int] = {}
     near: list[Refusal] = []
@@ -179,7 +179,7 @@ def place(inventory: Inventory, spec: ModelSpec, *, failed: frozenset[str] = fro
         near += prospect.refusals(inventory.node)
         drawn = _draw_one(prospect, leaning) if profile.nodes == 1 else _draw_gang(inventory, prospect, leaning)
         if drawn is not None:
-            return _placement(inventory, profile, drawn, standing, refused=most(counts), near=near)
+            return _placement(inventory, profile, drawn, seeker, refused=most(counts), near=near)
     judged = len(ledger.nodes) if any(refusal.node for refusal in near) else 0
     return Rejection(refused=most(counts), nearest=nearest(near), nodes=judged)
 
@@ -216,7 +216,7 @@ def _placement(
     inventory: Inventory,
     profile: Profile,
     drawn: Draw,
-    standing: Standing,
+    seeker: Seeker,
     *,
     refused: dict[str, int],
     near: list[Refusal],
@@ -235,7 +235,7 @@ def _placement(
         found = judge(node, profile, inventory.wish(profile.engine))
         if isinstance(found, Refusal) or pool not in found.pools(profile):
             raise InvariantError(1, f"{name} was to take a shard of {profile.name}, for which it has no room")
-        scores.append(score(node, pool, found, standing))
+        scores.append(score(node, pool, found, seeker))
         builds.append(pool.build or found.builds[0])
         if len(shards) < profile.nodes:
             shards.append(shard_of(node, profile, pool, rank=len(shards)))
@@ -285,7 +285,7 @@ def explain(inventory: Inventory, spec: ModelSpec, *, failed: frozenset[str] = f
     """Everything placement would weigh for one more replica now: each profile by priority, in it each node by name."""
     if not spec.profiles:
         return [Refusal(constraint=Constraint.NO_PROFILES, profile="")]
-    standing = Standing(model=spec.name, source=spec.source, failed=failed)
+    seeker = Seeker(model=spec.name, source=spec.source, failed=failed)
     said: list[Fit | Refusal] = []
     for profile in spec.by_priority:
         found = survey(inventory, profile)
@@ -293,7 +293,7 @@ def explain(inventory: Inventory, spec: ModelSpec, *, failed: frozenset[str] = f
             if isinstance(each, Refusal):
                 said.append(each)
             else:
-                said.append(_fit(inventory.node(name), profile, each, found.pools, standing))
+                said.append(_fit(inventory.node(name), profile, each, found.pools, seeker))
     return said
 
 
@@ -331,10 +331,10 @@ def survey(inventory: Inventory, profile: Profile) -> Survey:
     return Survey(judged=judged, pools=sizes)
 
 
-def _fit(node: NodeInventory, profile: Profile, found: Admission, sizes: Mapping[Pool, int], standing: Standing) -> Fit:
+def _fit(node: NodeInventory, profile: Profile, found: Admission, sizes: Mapping[Pool, int], seeker: Seeker) -> Fit:
     """The best of the ways in which a node would be taken: by its score, then from the largest pool."""
     pools = [pool for pool in found.pools(profile) if pool in sizes]
-    scores = {pool: score(node, pool, found, standing) for pool in pools}
+    scores = {pool: score(node, pool, found, seeker) for pool in pools}
     best = min(pools, key=lambda pool: (rank(scores[pool]), -sizes[pool], pool))
     build = best.build or found.builds[0]
     return Fit(node=node.name, profile=profile.name, build=build, score=scores[best], fabric=best.fabric)

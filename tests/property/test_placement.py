@@ -23,7 +23,7 @@ from llmgw.core.draft import Draft
 from llmgw.core.explain import Refusal, Score, counted, nearest
 from llmgw.core.inventory import Inventory
 from llmgw.core.node import Liveness, NodeState
-from llmgw.core.placement import Placement, Rejection, Standing, place, quality, rank, score, survey
+from llmgw.core.placement import Placement, Rejection, Seeker, place, quality, rank, score, survey
 from llmgw.core.plan import Put
 from llmgw.core.record import Record
 from llmgw.core.replica import Replica, ReplicaPhase
@@ -53,7 +53,7 @@ class Way:
 
 def reference(index: Index, spec: ModelSpec, failed: frozenset[str]) -> dict[str, object]:
     """What `place` should decide and tell."""
-    inventory, standing = Inventory(index), Standing(model=spec.name, source=spec.source, failed=failed)
+    inventory, seeker = Inventory(index), Seeker(model=spec.name, source=spec.source, failed=failed)
     refusals: list[Refusal] = []
     for profile in spec.by_priority:
         judged = survey(inventory, profile).judged
@@ -64,7 +64,7 @@ def reference(index: Index, spec: ModelSpec, failed: frozenset[str]) -> dict[str
             for pool in each.pools(profile):
                 node = inventory.node(name)
                 preference = each.builds.index(pool.build) if pool.build is not None else 0
-                made = score(node, pool, each, standing)
+                made = score(node, pool, each, seeker)
                 way = Way(made, preference, rate_gbps(node, pool.fabric), node.gang_starts)
                 pools.setdefault(pool, []).append(way)
         drawn = {pool: together(sorted(ways, key=lambda way: rank(way.score)), profile) for pool, ways in pools.items()}
