@@ -10,7 +10,7 @@ from typing import Final
 import msgspec
 
 from llmgw.cli.refusal_text import counted, refused, some
-from llmgw.core.forecast import Action, Forecast, ModelForecast, Step
+from llmgw.core.forecast import Forecast, ModelForecast, Step, StepAction
 from llmgw.core.refusal_words import summarise
 
 Line = tuple[str, str]
@@ -45,7 +45,7 @@ def _model(model: ModelForecast, without: tuple[str, ...]) -> Iterator[Line]:
     yield "", model.name
     new: dict[tuple[str, str], list[str]] = {}
     for step in model.changes:
-        if step.action is Action.PLACE:
+        if step.action is StepAction.PLACE:
             new.setdefault((step.profile, _later(step)), []).append(" + ".join(step.nodes))
         else:
             yield head(step.action.value), _step(step)
@@ -66,9 +66,9 @@ def _step(step: Step) -> str:
     """What becomes of a replica that is there: `m-abcde n1 → n2 (cpu): why`."""
     was, then = " + ".join(step.was), " + ".join(step.nodes)
     match step.action:
-        case Action.REMOVE:
+        case StepAction.REMOVE:
             text = f"{step.replica} from {was}"
-        case Action.STRAND:
+        case StepAction.STRAND:
             text = f"{step.replica} on {was}"
         case _:
             text = f"{step.replica} {f'on {was}' if was == then else f'{was} → {then}'} ({step.profile})"
@@ -111,19 +111,19 @@ def _rests_on(told: Forecast) -> Iterator[str]:
 
 
 _TALLY: Final = (
-    (Action.PLACE, "placed"),
-    (Action.MOVE, "moved"),
-    (Action.RESTART, "restarted"),
-    (Action.REMOVE, "removed"),
-    (Action.STRAND, "stranded"),
-    (Action.KEEP, "kept"),
+    (StepAction.PLACE, "placed"),
+    (StepAction.MOVE, "moved"),
+    (StepAction.RESTART, "restarted"),
+    (StepAction.REMOVE, "removed"),
+    (StepAction.STRAND, "stranded"),
+    (StepAction.KEEP, "kept"),
 )
 
 
 def tally(told: Forecast) -> str:
     """The last line: how many replicas of what, and how many models are not as they are wanted."""
     counts = Counter(step.action for model in told.models for step in model.steps)
-    words = [f"{counts[action]} {word}" for action, word in _TALLY if counts[action] or action is not Action.STRAND]
+    words = [f"{counts[action]} {word}" for action, word in _TALLY if counts[action] or action is not StepAction.STRAND]
     short = sum(not model.whole for model in told.models)
     end = f"; not as wanted: {short} of {len(told.models)} models" if short else ""
     return f"replicas: {', '.join(words)}{end}. Nothing was written."

@@ -29,7 +29,7 @@ from llmgw.core.snapshot import Index, Kind, Ref
 from llmgw.core.units import Now
 
 
-class Action(enum.Enum):
+class StepAction(enum.Enum):
     """What becomes of one replica.
 
     `RESTART`: a new launch takes its place, be it on another node. `STRAND`: it stays on record on a node that is not
@@ -51,7 +51,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     before what follows it is placed. `in_s`: after how many seconds of waiting (backoff, a node to be given up).
     """
 
-    action: Action
+    action: StepAction
     replica: str | None = None
     profile: str = ""
     nodes: tuple[str, ...] = ()
@@ -82,7 +82,7 @@ class ModelForecast(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def changes(self) -> tuple[Step, ...]:
         """The steps worth a word: all but plain staying."""
-        return tuple(step for step in self.steps if step.action is not Action.KEEP or step.why)
+        return tuple(step for step in self.steps if step.action is not StepAction.KEEP or step.why)
 
     @property
     def whole(self) -> bool:
@@ -311,7 +311,7 @@ def _stands_for(replica: Replica, old: str, then: Rehearsal) -> bool:
 
 def _comes(then: Rehearsal, replica: Replica) -> Step:
     return Step(
-        action=Action.PLACE,
+        action=StepAction.PLACE,
         profile=replica.profile,
         nodes=_nodes(replica),
         why=replica.reason,
@@ -329,7 +329,7 @@ def _stays(index: Index, then: Rehearsal, replica: Replica) -> Step:
     elif rolls := why_rolled(index, then.index, replica):
         why = f"it goes on as it was launched: {rolls}"
     return Step(
-        action=Action.STRAND if away else Action.KEEP,
+        action=StepAction.STRAND if away else StepAction.KEEP,
         replica=replica.id,
         profile=replica.profile,
         nodes=nodes,
@@ -341,10 +341,10 @@ def _stays(index: Index, then: Rehearsal, replica: Replica) -> Step:
 def _goes(index: Index, then: Rehearsal, replica: Replica, successor: Replica | None) -> Step:
     end = then.retired.get(replica.id)
     rolled = end is not None and end.retire is Retire.ROLLED
-    action = Action.REMOVE
+    action = StepAction.REMOVE
     if successor is not None:
         same_place = _nodes(successor) == _nodes(replica)
-        action = Action.RESTART if rolled or same_place else Action.MOVE
+        action = StepAction.RESTART if rolled or same_place else StepAction.MOVE
     why = "its node was declared gone for good" if end is None else end.reason
     if end is not None and end.retire is Retire.REPLACED:
         why = f"{', '.join(each for each in _nodes(replica) if each not in then.index.sessions)} is gone"

@@ -19,7 +19,7 @@ from llmgw.core.catalog import Profile
 from llmgw.core.explain import DISTANCE, NEAREST_MAX, Constraint, Refusal
 from llmgw.core.gang_ports import common, meet
 from llmgw.core.inventory import NodeInventory
-from llmgw.core.sieve import Amount, Cell, Kind, Load, Sieve
+from llmgw.core.sieve import Amount, Burden, Cell, Sieve, Traits
 
 FEW: Final = 256
 """Up to so many nodes with a model's weights are looked at one by one. Of more, some are as a rule met early on."""
@@ -86,7 +86,7 @@ class Prospect:
     # --- what turns nodes down
 
     def _meet(self, cell: Cell) -> None:
-        count, nodes, murky = self.profile.gpus_per_node, len(cell.names), cell.kind.murky
+        count, nodes, murky = self.profile.gpus_per_node, len(cell.names), cell.traits.murky
         if count and (short := cell.shortage(count)) is not None:
             missing = 0 if short.total is None else count - (short.total if short.free is None else short.free)
             self._short.setdefault(short.constraint, []).append((missing, cell))
@@ -110,8 +110,8 @@ class Prospect:
     def _gather(self) -> None:
         """Make pools of what has room. Who has room, but not enough companions in any pool, is turned down as well."""
         for cell, start in self._open.items():
-            kind = cell.kind
-            offers = Admission(kind.builds, kind.fabrics, kind.cards).pools(self.profile)
+            traits = cell.traits
+            offers = Admission(traits.builds, traits.fabrics, traits.cards).pools(self.profile)
             self._offers[cell] = offers
             for pool in offers:
                 self._sizes[pool] = self._sizes.get(pool, 0) + len(cell.names) - start
@@ -178,7 +178,7 @@ class Prospect:
             yield from ((missing, name) for name in cell.names[:NEAREST_MAX])
         needed = self._needed or 0
         for cell, small, start in self._tight:
-            murky = cell.kind.murky
+            murky = cell.traits.murky
             if constraint is Constraint.MEMORY_TOTAL:
                 yield from ((needed - total, name) for total, name in _highest(cell.totals, small))
             elif constraint is Constraint.MEMORY and not murky and small < start:
@@ -229,7 +229,7 @@ class Prospect:
         if not names:
             return []
         seats, needed = self._seats, self._needed or 0
-        ways = {cell: [(cell.kind.empty, *each) for each in self._classes(cell.kind)] for cell in self._open}
+        ways = {cell: [(cell.traits.empty, *each) for each in self._classes(cell.traits)] for cell in self._open}
         found: list[Candidate] = []
         for name in names:
             seat = seats.get(name)
@@ -239,17 +239,17 @@ class Prospect:
         found.sort()
         return found
 
-    def _classes(self, kind: Kind) -> list[tuple[int, str | None]]:
+    def _classes(self, traits: Traits) -> list[tuple[int, str | None]]:
         """(how many are free, class) of the classes with GPUs enough; (0, None) where none are asked for."""
         count = self.profile.gpus_per_node
-        return [(each.free, each.gpu_class) for each in kind.cards if each.free >= count] if count else [(0, None)]
+        return [(each.free, each.gpu_class) for each in traits.cards if each.free >= count] if count else [(0, None)]
 
     def _in_order(self) -> Iterator[Candidate]:
         """All nodes with room, best first."""
         levels: dict[tuple[bool, int], list[tuple[Cell, int, str | None]]] = {}
         for cell, start in self._open.items():
-            for free, gpu_class in self._classes(cell.kind):
-                levels.setdefault((cell.kind.empty, free), []).append((cell, start, gpu_class))
+            for free, gpu_class in self._classes(cell.traits):
+                levels.setdefault((cell.traits.empty, free), []).append((cell, start, gpu_class))
         for (empty, free), parts in sorted(levels.items(), key=lambda level: level[0]):
             streams = [_stream(empty, free, *part) for part in parts]
             yield from streams[0] if len(streams) == 1 else heapq.merge(*streams)
@@ -270,16 +270,16 @@ class Prospect:
         """The first `want` nodes with room in a pool, best first."""
         if pool not in self._pools_of(leaning.holders):
             leaning = leaning._replace(holders=frozenset())
-        loads = [self._loads(cell) for cell in self._cells[pool]]
+        burdens = [self._burdens(cell) for cell in self._cells[pool]]
         late: list[Member] = []
         found: list[Member] = []
-        for load, same in groupby(loads[0] if len(loads) == 1 else heapq.merge(*loads), key=itemgetter(0, 1)):
+        for burden, same in groupby(burdens[0] if len(burdens) == 1 else heapq.merge(*burdens), key=itemgetter(0, 1)):
             names = (name for _, _, name in same)
             if leaning.failed:
                 here = list(names)
-                late += (_member(load, name, leaning) for name in here if name in leaning.failed)
+                late += (_member(burden, name, leaning) for name in here if name in leaning.failed)
                 names = (name for name in here if name not in leaning.failed)
-            found += _alike(load, names, leaning, want - len(found))
+            found += _alike(burden, names, leaning, want - len(found))
             if len(found) == want:
                 return found
         return [*found, *sorted(late)[: want - len(found)]]
@@ -293,14 +293,14 @@ class Prospect:
             self._held = set(self.pools)
         return self._held
 
-    def _loads(self, cell: Cell) -> Iterable[Load]:
+    def _burdens(self, cell: Cell) -> Iterable[Burden]:
         """The nodes of an open cell that have room, the emptiest first."""
         needed, seats = self._needed or 0, self._seats
-        return cell.loads if self._open[cell] == 0 else (x for x in cell.loads if seats[x[2]][1].room[0] >= needed)
+        return cell.burdens if self._open[cell] == 0 else (x for x in cell.burdens if seats[x[2]][1].room[0] >= needed)
 
     def preference(self, pool: Pool, members: Iterable[Member]) -> int:
         """How far the pool's build is from being the best of its members' builds; 0 when it is the best of each."""
-        return sum(self._seats[each.node][0].kind.builds.index(pool.build) for each in members)
+        return sum(self._seats[each.node][0].traits.builds.index(pool.build) for each in members)
 
 
 def _stream(empty: bool, free: int, cell: Cell, start: int, gpu_class: str | None) -> Iterator[Candidate]:
@@ -325,8 +325,8 @@ def _spread(ranked: Iterable[Candidate], replicas: Mapping[str, int], want: int)
     return [*fresh, *others][:want]
 
 
-def _alike(load: tuple[int, int], names: Iterable[str], leaning: Leaning, want: int) -> list[Member]:
-    """The first `want` of members with equal load, from names in order. The search ends when none can be better."""
+def _alike(burden: tuple[int, int], names: Iterable[str], leaning: Leaning, want: int) -> list[Member]:
+    """The first `want` of members with equal burden, from names in order. The search ends when none can be better."""
     _, holders, replicas = leaning
     ideal: list[str] = []
     plain: list[str] = []
@@ -340,12 +340,12 @@ def _alike(load: tuple[int, int], names: Iterable[str], leaning: Leaning, want: 
             ideal.append(name)
             if len(ideal) == want:
                 break
-    best = [_member(load, name, leaning) for name in (*ideal, *plain[: want - len(ideal)])]
-    return best if len(best) == want else [*best, *sorted(_member(load, name, leaning) for name in used)][:want]
+    best = [_member(burden, name, leaning) for name in (*ideal, *plain[: want - len(ideal)])]
+    return best if len(best) == want else [*best, *sorted(_member(burden, name, leaning) for name in used)][:want]
 
 
-def _member(load: tuple[int, int], name: str, leaning: Leaning) -> Member:
-    return Member(name in leaning.failed, *load, leaning.replicas.get(name, 0), name not in leaning.holders, name)
+def _member(burden: tuple[int, int], name: str, leaning: Leaning) -> Member:
+    return Member(name in leaning.failed, *burden, leaning.replicas.get(name, 0), name not in leaning.holders, name)
 
 
 def _highest(pairs: list[Amount], end: int, keep: Callable[[str], bool] = lambda _: True) -> list[Amount]:

@@ -72,10 +72,9 @@ class Retire(enum.Enum):
 
 
 class GpuClaim(Record, frozen=True, kw_only=True):
-    """One GPU held by a shard, by uuid. `bytes` None: the whole card (the only form for now)."""
+    """One GPU held by a shard, whole, by uuid."""
 
     uuid: str
-    bytes: int | None = None
 
 
 class Claim(Record, frozen=True, kw_only=True):

@@ -36,7 +36,7 @@ _KEPT: Final = "placement"
 
 Amount = tuple[float, str]
 """(bytes or infinity where they are not known, node)."""
-Load = tuple[int, int, str]
+Burden = tuple[int, int, str]
 """(claimed GPUs, claimed bytes, node)."""
 
 
@@ -44,14 +44,14 @@ class Figures(NamedTuple):
     """What of a node changes with every claim, as the keys it is sorted by.
 
     `since`: the tick since which the node is `alike_but_taken`. `room`: memory that may still be promised. `total`:
-    memory in all. `load`: how much is claimed. `gang_starts`: as in its inventory. `empty`: nothing runs there.
+    memory in all. `burden`: how much is claimed. `gang_starts`: as in its inventory. `empty`: nothing runs there.
     `murky`: something runs there of which nobody knows how much memory it holds.
     """
 
     since: int
     room: Amount
     total: Amount
-    load: Load
+    burden: Burden
     gang_starts: int
     empty: bool
     murky: bool
@@ -64,7 +64,7 @@ def figures_of(node: NodeInventory, *, since: int) -> Figures:
         since=since,
         room=(free_bytes(node), node.name),
         total=(math.inf if total is None else total, node.name),
-        load=(claimed_gpus(node), claimed_bytes(node), node.name),
+        burden=(claimed_gpus(node), claimed_bytes(node), node.name),
         gang_starts=node.gang_starts,
         empty=not node.holdings and not node.unclaimed,
         murky=bool(node.unaccounted) and total is not None,
@@ -103,7 +103,7 @@ def shape_of(profile: Profile, wish: EngineSpec | None) -> Shape:
     )
 
 
-class Kind(NamedTuple):
+class Traits(NamedTuple):
     """What the nodes of a cell have in common. For one node: `empty`; for a gang: `fabrics` and `builds`."""
 
     murky: bool
@@ -114,24 +114,24 @@ class Kind(NamedTuple):
 
 
 class Cell:
-    """Nodes of one kind: their names, and what they have, each sorted. `loads` is kept for gangs only."""
+    """Nodes with the same traits: their names, and what they have, each sorted. `burdens` is kept for gangs only."""
 
-    __slots__ = ("_shortages", "gang", "kind", "loads", "names", "rooms", "totals")
+    __slots__ = ("_shortages", "burdens", "gang", "names", "rooms", "totals", "traits")
 
-    def __init__(self, kind: Kind, members: Iterable[Figures], *, gang: bool) -> None:
+    def __init__(self, traits: Traits, members: Iterable[Figures], *, gang: bool) -> None:
         found = list(members)
         self._shortages: dict[int, Shortage | None] = {}
-        self.kind = kind
+        self.traits = traits
         self.gang = gang
         self.names = sorted(each.room[1] for each in found)
         self.rooms = sorted(each.room for each in found)
         self.totals = sorted(each.total for each in found)
-        self.loads = sorted(each.load for each in found) if gang else []
+        self.burdens = sorted(each.burden for each in found) if gang else []
 
     def shortage(self, count: int) -> Shortage | None:
         """Why its nodes have too few free GPUs, None when they have enough: one answer for all, found once."""
         if count not in self._shortages:
-            self._shortages[count] = shortage(self.kind.cards, count)
+            self._shortages[count] = shortage(self.traits.cards, count)
         return self._shortages[count]
 
     def add(self, new: Figures) -> None:
@@ -140,7 +140,7 @@ class Cell:
         insort(self.rooms, new.room)
         insort(self.totals, new.total)
         if self.gang:
-            insort(self.loads, new.load)
+            insort(self.burdens, new.burden)
 
     def remove(self, old: Figures) -> None:
         """Let a node go that is in."""
@@ -148,7 +148,7 @@ class Cell:
         del self.rooms[bisect_left(self.rooms, old.room)]
         del self.totals[bisect_left(self.totals, old.total)]
         if self.gang:
-            del self.loads[bisect_left(self.loads, old.load)]
+            del self.burdens[bisect_left(self.burdens, old.burden)]
 
     def renew(self, old: Figures, new: Figures) -> None:
         """Note what has changed of a node that stays in."""
@@ -158,9 +158,9 @@ class Cell:
         if old.total != new.total:
             del self.totals[bisect_left(self.totals, old.total)]
             insort(self.totals, new.total)
-        if self.gang and old.load != new.load:
-            del self.loads[bisect_left(self.loads, old.load)]
-            insort(self.loads, new.load)
+        if self.gang and old.burden != new.burden:
+            del self.burdens[bisect_left(self.burdens, old.burden)]
+            insort(self.burdens, new.burden)
 
 
 Seat = tuple[Cell, Figures]
@@ -170,8 +170,8 @@ Seat = tuple[Cell, Figures]
 class Sieve:
     """Every node judged for one shape.
 
-    `refused`: constraint -> the nodes it turns down, sorted. `cells`: the others, by kind. `seats`: where each of these
-    is. `tick`: up to where in the index's log.
+    `refused`: constraint -> the nodes it turns down, sorted. `cells`: the others, by traits. `seats`: where each of
+    these is. `tick`: up to where in the index's log.
     """
 
     def __init__(self, profile: Profile, wish: EngineSpec | None, nodes: Iterable[Known], *, tick: int) -> None:
@@ -183,18 +183,18 @@ class Sieve:
         """What was told last of the nearest misses, by who asked: to be told again while their nodes stay the same."""
         self._profile = profile
         self._gang = profile.nodes > 1
-        kinds: dict[Kind, list[Figures]] = {}
+        by_traits: dict[Traits, list[Figures]] = {}
         for known in nodes:
             found = self._judge(known)
             if isinstance(found, Constraint):
                 self.refused.setdefault(found, []).append(known.node.name)
             else:
-                kinds.setdefault(found, []).append(known.figures)
+                by_traits.setdefault(found, []).append(known.figures)
         for names in self.refused.values():
             names.sort()
-        self.cells = {kind: Cell(kind, members, gang=self._gang) for kind, members in kinds.items()}
+        self.cells = {traits: Cell(traits, members, gang=self._gang) for traits, members in by_traits.items()}
         for cell in self.cells.values():
-            self.seats |= {each.room[1]: (cell, each) for each in kinds[cell.kind]}
+            self.seats |= {each.room[1]: (cell, each) for each in by_traits[cell.traits]}
 
     def update(self, name: str, known: Known | None) -> None:
         """Judge a node that changed since `tick`; None: it is there no more."""
@@ -204,30 +204,30 @@ class Sieve:
         seat, as_before = self.seats.get(name), known.figures.since <= self.tick
         if seat is None and as_before:
             return  # what is taken on a node has no part in why it was turned down
-        found = self._judge(known) if seat is None or not as_before else self._kind_again(seat[0].kind, known)
-        if seat is not None and found == seat[0].kind:
+        found = self._judge(known) if seat is None or not as_before else self._traits_again(seat[0].traits, known)
+        if seat is not None and found == seat[0].traits:
             seat[0].renew(seat[1], known.figures)
             self.seats[name] = seat[0], known.figures
         else:
             self._leave(name)
             self._enter(known, found)
 
-    def _kind_again(self, kind: Kind, known: Known) -> Kind:
-        """The kind of a node of which only what is taken has changed."""
+    def _traits_again(self, traits: Traits, known: Known) -> Traits:
+        """The traits of a node of which only what is taken has changed."""
         node, figures = known
-        cards = cards_of(node.gpus or (), self._profile) if kind.cards else ()
-        return Kind(figures.murky, cards, not self._gang and figures.empty, kind.fabrics, kind.builds)
+        cards = cards_of(node.gpus or (), self._profile) if traits.cards else ()
+        return Traits(figures.murky, cards, not self._gang and figures.empty, traits.fabrics, traits.builds)
 
-    def _judge(self, known: Known) -> Constraint | Kind:
+    def _judge(self, known: Known) -> Constraint | Traits:
         node, figures = known
         found = admit(node, self._profile, self.wish)
         if isinstance(found, Refusal):
             return found.constraint
         if self._gang:
-            return Kind(figures.murky, found.cards, False, found.fabrics, found.builds)
-        return Kind(figures.murky, found.cards, figures.empty)
+            return Traits(figures.murky, found.cards, False, found.fabrics, found.builds)
+        return Traits(figures.murky, found.cards, figures.empty)
 
-    def _enter(self, known: Known, found: Constraint | Kind) -> None:
+    def _enter(self, known: Known, found: Constraint | Traits) -> None:
         name = known.node.name
         if isinstance(found, Constraint):
             insort(self.refused.setdefault(found, []), name)
@@ -245,7 +245,7 @@ class Sieve:
             cell, figures = seat
             cell.remove(figures)
             if not cell.names:
-                del self.cells[cell.kind]
+                del self.cells[cell.traits]
             return
         for names in self.refused.values():
             at = bisect_left(names, name)

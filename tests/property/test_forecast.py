@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from llmgw.core.catalog import EngineSpec
-from llmgw.core.forecast import Action, Forecast, forecast
+from llmgw.core.forecast import Forecast, StepAction, forecast
 from llmgw.core.ids import CountedIds
 from llmgw.core.node import Liveness, NodeState
 from llmgw.core.plan import Delete, Put, Write
@@ -102,7 +102,7 @@ def foretold(told: Forecast) -> Places:
         (model.name, step.profile, step.nodes)
         for model in told.models
         for step in model.steps
-        if step.action is not Action.REMOVE
+        if step.action is not StepAction.REMOVE
     )
 
 
@@ -131,7 +131,10 @@ def test_what_is_forecast_is_what_happens(scene: Scene, tape: bytes, without: se
     assert happen(c, change, gone) == told.settled
     assert foretold(told) == really(c)
     kept = {
-        step.replica for model in told.models for step in model.steps if step.action in (Action.KEEP, Action.STRAND)
+        step.replica
+        for model in told.models
+        for step in model.steps
+        if step.action in (StepAction.KEEP, StepAction.STRAND)
     }
     assert kept == {replica.id for replica in c.index.replicas.records() if is_live(replica)} & here
     short = {model.name for model in told.models if model.unplaced is not None}

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from llmgw.cli.plan_text import lines, tally
-from llmgw.core.forecast import Action, Forecast, ModelForecast, Step
+from llmgw.core.forecast import Forecast, ModelForecast, Step, StepAction
 from llmgw.core.node import Guard
 from llmgw.core.record import Leader
 from llmgw.core.snapshot import Kind
@@ -198,13 +198,13 @@ def test_what_a_forecast_rests_on_is_told() -> None:
 
 def test_steps_in_words() -> None:
     steps = (
-        Step(action=Action.RESTART, replica="m-a", profile="p", nodes=("n1",), was=("n1",), why="slots 1 → 2",
+        Step(action=StepAction.RESTART, replica="m-a", profile="p", nodes=("n1",), was=("n1",), why="slots 1 → 2",
              old_first=True),
-        Step(action=Action.MOVE, replica="m-b", profile="p", nodes=("n3", "n4"), was=("n1", "n2"), in_s=300.1),
-        Step(action=Action.PLACE, profile="p", nodes=("n5",), in_s=5.2),
-        Step(action=Action.PLACE, profile="p", nodes=("n6",)),
-        Step(action=Action.KEEP, replica="m-c", profile="p", nodes=("n7",), was=("n7",), why="left alone"),
-        Step(action=Action.KEEP, replica="m-d", profile="p", nodes=("n8",), was=("n8",)),
+        Step(action=StepAction.MOVE, replica="m-b", profile="p", nodes=("n3", "n4"), was=("n1", "n2"), in_s=300.1),
+        Step(action=StepAction.PLACE, profile="p", nodes=("n5",), in_s=5.2),
+        Step(action=StepAction.PLACE, profile="p", nodes=("n6",)),
+        Step(action=StepAction.KEEP, replica="m-c", profile="p", nodes=("n7",), was=("n7",), why="left alone"),
+        Step(action=StepAction.KEEP, replica="m-d", profile="p", nodes=("n8",), was=("n8",)),
     )  # fmt: skip
     model = ModelForecast(name="m", wanted=(6, 9), ready=(6, 6), steps=steps)
     *said, last = text(told(model)).splitlines()

@@ -8,7 +8,7 @@ import pytest
 from llmgw.core import rehearsal
 from llmgw.core.catalog import EngineSpec, Profile
 from llmgw.core.explain import Constraint
-from llmgw.core.forecast import Action, Forecast, ModelForecast, Step, forecast
+from llmgw.core.forecast import Forecast, ModelForecast, Step, StepAction, forecast
 from llmgw.core.ids import CountedIds
 from llmgw.core.node import Build, EngineFacts
 from llmgw.core.plan import Delete, Put, Write
@@ -67,11 +67,11 @@ def test_a_new_model_is_placed_and_nothing_else_changes() -> None:
     told = foretell(c, model("b", cpu_profile(3.0), replicas=2))
     steps = of(told, "b").steps
     assert [(step.action, step.profile, step.was, step.replica) for step in steps] == [
-        (Action.PLACE, "cpu", (), None)
+        (StepAction.PLACE, "cpu", (), None)
     ] * 2
     assert sorted(step.nodes for step in steps) == [("n1",), ("n2",)]
     assert (of(told, "b").wanted, of(told, "b").ready, of(told, "b").under_way) == ((None, 2), (0, 2), False)
-    assert only(told, "a").action is Action.KEEP
+    assert only(told, "a").action is StepAction.KEEP
     assert of(told, "a").changes == ()
     assert told.whole
     assert told.settled
@@ -95,7 +95,7 @@ def test_another_launch_restarts_and_says_which_field() -> None:
     c.settle()
     told = foretell(c, model("a", cpu_profile(9.0, context=8192, env={"TOKEN": "hunter3"}, priority=5)))
     step = only(told, "a")
-    assert (step.action, step.replica, step.old_first) == (Action.RESTART, c.one("a").id, False)
+    assert (step.action, step.replica, step.old_first) == (StepAction.RESTART, c.one("a").id, False)
     assert step.was != step.nodes
     assert step.why == "context 4096 → 8192, env.TOKEN changed"
     assert not of(told, "a").gap
@@ -106,7 +106,7 @@ def test_what_acts_without_a_restart_keeps_every_replica() -> None:
     c.model("a")
     c.settle()
     told = foretell(c, model("a", cpu_profile(drain_s=5.0, start_s=9.0, priority=3)))
-    assert only(told, "a").action is Action.KEEP
+    assert only(told, "a").action is StepAction.KEEP
 
 
 def test_a_rollout_without_room_ends_the_old_one_first_and_leaves_a_gap() -> None:
@@ -115,7 +115,7 @@ def test_a_rollout_without_room_ends_the_old_one_first_and_leaves_a_gap() -> Non
     c.settle()
     told = foretell(c, model("a", cpu_profile(10.0)))
     step = only(told, "a")
-    assert (step.action, step.was, step.nodes, step.old_first) == (Action.RESTART, ("n1",), ("n1",), True)
+    assert (step.action, step.was, step.nodes, step.old_first) == (StepAction.RESTART, ("n1",), ("n1",), True)
     assert step.why == "min_memory_gb 9 → 10"
     assert of(told, "a").gap
     assert of(told, "a").ready == (1, 1)
@@ -138,10 +138,10 @@ def test_fewer_and_none() -> None:
     c.settle()
     fewer = foretell(c, model("a", cpu_profile(3.0)))
     assert sorted(step.action.value for step in of(fewer, "a").steps) == ["keep", "remove"]
-    gone = next(step for step in of(fewer, "a").steps if step.action is Action.REMOVE)
+    gone = next(step for step in of(fewer, "a").steps if step.action is StepAction.REMOVE)
     assert (gone.why, gone.nodes) == ("fewer replicas are wanted", ())
     # What is given back goes to who waited for it, and that is said as well.
-    assert only(fewer, "waits").action is Action.PLACE
+    assert only(fewer, "waits").action is StepAction.PLACE
     assert only(fewer, "waits").nodes == gone.was
     none = foretell(c, no_model("a"))
     assert {step.why for step in of(none, "a").steps} == {"the model was removed"}
@@ -157,7 +157,7 @@ def test_without_a_node_its_replicas_move_and_a_single_one_leaves_a_gap() -> Non
     node = c.one("single").shards[0].node
     told = foretell(c, without=(node,))
     step = only(told, "single")
-    assert (step.action, step.was, step.why) == (Action.MOVE, (node,), f"{node} is gone")
+    assert (step.action, step.was, step.why) == (StepAction.MOVE, (node,), f"{node} is gone")
     assert step.nodes != (node,)
     assert of(told, "single").gap
     assert [each.was for each in of(told, "double").changes] == [(node,)]
@@ -175,7 +175,11 @@ def test_without_its_node_what_fits_nowhere_else_is_stranded() -> None:
     c.settle()
     told = foretell(c, without=("n1",))
     step = only(told, "a")
-    assert (step.action, step.nodes, step.why) == (Action.STRAND, ("n1",), "n1 is not there, and nothing else takes it")
+    assert (step.action, step.nodes, step.why) == (
+        StepAction.STRAND,
+        ("n1",),
+        "n1 is not there, and nothing else takes it",
+    )
     assert of(told, "a").unplaced is not None
     assert (of(told, "a").ready, of(told, "a").gap) == ((1, 0), True)
     assert not told.whole
@@ -213,7 +217,7 @@ def test_a_model_that_backs_off_is_placed_when_that_is_over() -> None:
     assert state.retry_at is not None
     told = foretell(c)
     step = only(told, "a")
-    assert step.action is Action.PLACE
+    assert step.action is StepAction.PLACE
     assert step.in_s == pytest.approx(state.retry_at - c.now.wall_s, abs=0.01)
     assert told.whole
 
@@ -224,7 +228,7 @@ def test_a_failed_replica_is_followed_by_another() -> None:
     c.settle()
     c.report(c.shard(c.one("a")), ShardPhase.FAILED, reason="exit 1")
     step = only(foretell(c), "a")
-    assert (step.action, step.was, step.nodes, step.why) == (Action.RESTART, ("n1",), ("n1",), "exit 1")
+    assert (step.action, step.was, step.nodes, step.why) == (StepAction.RESTART, ("n1",), ("n1",), "exit 1")
     assert step.in_s > 0
 
 
@@ -233,7 +237,7 @@ def test_what_is_under_way_already_is_told_apart() -> None:
     c.model("a")
     told = foretell(c, model("b"))
     assert of(told, "a").under_way
-    assert only(told, "a").action is Action.PLACE
+    assert only(told, "a").action is StepAction.PLACE
     assert not of(told, "b").under_way
 
 
@@ -247,7 +251,7 @@ def test_nodes_that_are_away_stay_away_and_are_given_up_in_time() -> None:
     told = foretell(c)
     assert told.away == (node,)
     step = only(told, "a")
-    assert step.action is Action.MOVE
+    assert step.action is StepAction.MOVE
     assert step.in_s == pytest.approx(c.settings.lost_after_s, abs=1.0)
 
 
@@ -272,7 +276,7 @@ def test_a_drained_node_is_emptied() -> None:
     node = c.one("a").shards[0].node
     c.spec(node, drain=True)
     step = only(foretell(c), "a")
-    assert (step.action, step.was, step.why) == (Action.MOVE, (node,), "its node is being drained")
+    assert (step.action, step.was, step.why) == (StepAction.MOVE, (node,), "its node is being drained")
 
 
 def test_a_machine_declared_gone() -> None:
@@ -284,7 +288,7 @@ def test_a_machine_declared_gone() -> None:
     c.settle()
     c.spec(node, forget=f"boot-{node}")
     step = only(foretell(c), "a")
-    assert (step.action, step.was, step.why) == (Action.MOVE, (node,), "its node was declared gone for good")
+    assert (step.action, step.was, step.why) == (StepAction.MOVE, (node,), "its node was declared gone for good")
 
 
 def test_a_restored_store_waits_for_its_nodes() -> None:
@@ -299,7 +303,7 @@ def test_a_restored_store_waits_for_its_nodes() -> None:
     assert of(told, "b").steps == ()
     assert "restored" in of(told, "a").reason
     c.meddle((Kind.RECOVER, "", Recover(incarnation="store-2")))
-    assert only(foretell(c, model("b")), "b").action is Action.PLACE
+    assert only(foretell(c, model("b")), "b").action is StepAction.PLACE
 
 
 def test_what_cannot_be_read_is_left_alone() -> None:
@@ -310,7 +314,7 @@ def test_what_cannot_be_read_is_left_alone() -> None:
     c.spoil(Kind.REPLICA, replica)
     told = foretell(c, model("a", cpu_profile(9.0, context=8192)))
     step = only(told, "a")
-    assert (step.action, step.why) == (Action.KEEP, "a record of it can't be read, so it is left alone")
+    assert (step.action, step.why) == (StepAction.KEEP, "a record of it can't be read, so it is left alone")
     assert told.unreadable == (f"plan/replicas/{replica}",)
 
 
@@ -323,7 +327,7 @@ def test_an_order_that_cannot_be_read_and_a_shard_without_one_stay_as_they_are()
     c.spoil(Kind.SHARD, c.shard(second))
     c.meddle((Kind.ASSIGNMENT, c.shard(third), None))
     told = foretell(c)
-    assert [step.action for step in of(told, "a").steps] == [Action.KEEP] * 3
+    assert [step.action for step in of(told, "a").steps] == [StepAction.KEEP] * 3
     assert of(told, "a").ready == (3, 3)
 
 
@@ -341,12 +345,12 @@ def test_another_version_of_an_engine_rolls() -> None:
     c.settle()
     engine = EngineSpec(name="llama.cpp", version="b2")
     step = only(foretell(c, Put(ref=Ref(Kind.ENGINE, "llama.cpp"), record=engine)), "a")
-    assert (step.action, step.why) == (Action.RESTART, "llama.cpp b1 → b2")
+    assert (step.action, step.why) == (StepAction.RESTART, "llama.cpp b1 → b2")
     assert (
         only(
             foretell(c, Put(ref=Ref(Kind.ENGINE, "llama.cpp"), record=EngineSpec(name="llama.cpp", version="b3"))), "a"
         ).action
-        is Action.KEEP
+        is StepAction.KEEP
     )
 
 
@@ -367,7 +371,7 @@ def test_passes_that_are_cut_short_are_gone_on_with() -> None:
     c.settings = msgspec.structs.replace(c.settings, placements_max=1, looks_max=1)
     told = foretell(c, model("b", cpu_profile(1.0), replicas=5), model("big", cpu_profile(99.0)), without=("n1",))
     assert told.settled
-    assert [step.action for step in of(told, "b").steps] == [Action.PLACE] * 5
+    assert [step.action for step in of(told, "b").steps] == [StepAction.PLACE] * 5
     assert of(told, "big").unplaced is not None
     assert of(told, "a").ready == (2, 2)
 

@@ -152,9 +152,9 @@ def test_c01_a_gpu_full_of_other_work_is_not_free_and_our_own_use_is_not_counted
 )
 def test_c06_a_gpu_is_claimed_whole_whatever_the_engines_arguments_say(launch: dict[str, Any]) -> None:
     c = cluster(gpu(0, memory_bytes=80 * GB))
-    run(c, X, Claim(gpus=(GpuClaim(uuid="GPU-0", bytes=40 * GB),)), **launch)
+    run(c, X, Claim(gpus=(GpuClaim(uuid="GPU-0"),)), **launch)
     assert taken(node(c)) == [(0, Constraint.GPU_CLAIMED, f"claimed by {X}")]
-    run(c, "x-bbbbb", Claim(gpus=(GpuClaim(uuid="GPU-0", bytes=40 * GB),)), ShardPhase.HELD, **launch)
+    run(c, "x-bbbbb", Claim(gpus=(GpuClaim(uuid="GPU-0"),)), ShardPhase.HELD, **launch)
     assert [replica.id for replica in c.replicas("x")] == [X], "the second is not adopted onto a GPU that is claimed"
 
 
