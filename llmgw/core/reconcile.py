@@ -76,7 +76,8 @@ def due(wakes: dict[WakeKey, float], *, now: Now) -> Dirty:
 def _run(p: Pass, dirty: Dirty) -> None:
     index, left = p.index, p.plan.left
     rest = Rest() if dirty.everything else dirty.rest
-    nodes = set(_share(p, sorted(dirty.nodes), left.nodes))
+    # Of nodes, everything is no more than that; what changed of models still comes first.
+    nodes = set() if dirty.everything else set(_share(p, sorted(dirty.nodes), left.nodes))
     swept: list[str] = []
     if rest is not None and not rest.models:
         swept, rest = _next_nodes(p, rest)

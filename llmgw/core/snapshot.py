@@ -250,7 +250,8 @@ class Index:
             dirty.everything = True
         elif ref.kind is Kind.FLEET:
             dirty.fleet = True
-            stores = {record.incarnation if isinstance(record, Fleet) else "" for record in records}
+            own = "" if self.meta is None or self.meta.record is None else self.meta.record.incarnation
+            stores = {record.incarnation if isinstance(record, Fleet) else own for record in records}
             dirty.everything = dirty.everything or len(stores) > 1
         elif ref.kind is Kind.SECRET:
             records = (self.replicas.record(ref.name),)
