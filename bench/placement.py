@@ -99,7 +99,7 @@ class Leader:
         dirty, self.left = self.left, Dirty()
         dirty.add(self.index.take_dirty())
         dirty.add(due(self.wakes, now=self.now))
-        self.view = observe(self.view, self.index, self.now)
+        self.view = observe(self.view, self.index, now=self.now)
         plan = reconcile(self.index, dirty, now=self.now, view=self.view, ids=self.ids, settings=self.settings)
         took_s = time.process_time() - start
         self.left = plan.left

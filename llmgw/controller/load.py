@@ -125,7 +125,7 @@ class Sampler:
             if moment.mono_s - since_s >= self._lost_after_s:
                 del self._vanished[gateway]
         sample = take_sample(self._heard, self._vanished, now=moment, lost_after_s=self._lost_after_s)
-        before, self.load = self.load, observe(self.load, sample, self._index, now=moment, only=only)
+        before, self.load = self.load, observe(self.load, sample, index=self._index, now=moment, only=only)
         if self.load.models and sample.missing != before.missing:
             text = "the models' load is known" if sample.complete else "the models' load is not known"
             log.info(text, extra={"fields": {"why": sample.missing} if sample.missing else {}})

@@ -239,7 +239,7 @@ class Reign:
         failed_s = self._term.failed_mono_s
         if failed_s is not None and failed_s > (self._view.write_failed_mono_s or 0.0):
             self._view = msgspec.structs.replace(self._view, write_failed_mono_s=failed_s)
-        self._view = observe(self._view, index, moment)
+        self._view = observe(self._view, index, now=moment)
         plan = self._decide(index, dirty, now=moment, view=self._view, ids=self._ids, settings=self._settings)
         self._status.pass_s += anyio.current_time() - moment.mono_s
         self._earliest_s = anyio.current_time() + self._config.pass_interval_s

@@ -88,7 +88,7 @@ def moved(index: Index, load: LoadView, *, now: Now) -> set[str]:
     return found
 
 
-def observe(load: LoadView, sample: Sample, index: Index, *, now: Now, only: frozenset[str] | None = None) -> LoadView:
+def observe(load: LoadView, sample: Sample, *, index: Index, now: Now, only: frozenset[str] | None = None) -> LoadView:
     """`load` with one sample more, taken at `now`; `only`: of these models, the others stay as they were."""
     models = {} if only is None else dict(load.models)
     for name in index.models if only is None else only:

@@ -56,7 +56,7 @@ class Admission(NamedTuple):
         return [Pool(fabric, each, build) for fabric in self.fabrics for each in classes for build in self.builds]
 
 
-def judge(node: NodeInventory, profile: Profile, wish: EngineSpec | None) -> Admission | Refusal:
+def judge(node: NodeInventory, profile: Profile, *, wish: EngineSpec | None) -> Admission | Refusal:
     """The filters in their order: why the node can't take a shard, or what it has for one.
 
     That a gang finds companions is judged over all nodes (`lonely`).
@@ -191,7 +191,7 @@ def _company(node: NodeInventory, profile: Profile, builds: tuple[str | None, ..
     return None
 
 
-def lonely(node: NodeInventory, profile: Profile, pools: Collection[Pool], sizes: Mapping[Pool, int]) -> Refusal:
+def lonely(node: NodeInventory, profile: Profile, *, pools: Collection[Pool], sizes: Mapping[Pool, int]) -> Refusal:
     """Why a node that would do by itself is in no gang: its largest pool, and what that one lacks.
 
     Args:

@@ -100,7 +100,12 @@ def tokens(index: Index, spec: ModelSpec) -> dict[str, str]:
 
 
 def take_census(
-    index: Index, name: str, spec: ModelSpec | None, state: ModelState | None, targets: dict[str, str] | None = None
+    index: Index,
+    name: str,
+    *,
+    spec: ModelSpec | None,
+    state: ModelState | None,
+    targets: dict[str, str] | None = None,
 ) -> Census:
     """Count the replicas of one model. `spec` None: it was removed, so nothing of it is wanted.
 

@@ -95,8 +95,8 @@ def _judge_node(p: Pass, name: str, *, lose: bool) -> None:
     session = p.index.sessions.record(name)
     state = liveness.next_state(
         name,
-        p.index.node_states.record(name),
-        session,
+        state=p.index.node_states.record(name),
+        session=session,
         reported=session is not None and session.store == p.incarnation,
         settled=liveness.settled(p.index, name, incarnation=p.incarnation),
         lose=lose,

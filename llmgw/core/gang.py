@@ -109,7 +109,7 @@ def _listens(index: Index, replica: Replica, shard: ReplicaShard, *, incarnation
 # --- how long that may take -----------------------------------------------------------------------------------------
 
 
-def observe(view: View, index: Index, now: Now) -> View:
+def observe(view: View, index: Index, *, now: Now) -> View:
     """`view` with `forming` brought up to date: the last visible step of every gang that never was ready.
 
     By this leader's monotonic clock, so that no wall clock can end a load; the next leader counts anew.

@@ -185,7 +185,7 @@ def _released(index: Index, order: Assignment) -> Iterator[Violation]:
             )
 
 
-def ordered(index: Index, name: str, old: Assignment | None, order: Assignment, *, late: bool) -> Iterator[Violation]:
+def ordered(index: Index, name: str, *, old: Assignment | None, order: Assignment, late: bool) -> Iterator[Violation]:
     """3, of an order that was written: what runs has a claim, a stop is final, and a start is never taken back.
 
     `old`: what stood there before. `late`: as in `placed`; a worker that listened may be gone since.

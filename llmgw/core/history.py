@@ -226,7 +226,7 @@ class _Before:
                 yield from handout.placed(after, replica, lately)
         for name, old in self.orders.items():
             if (order := after.assignments.record(name)) is not None and order != old:
-                yield from handout.ordered(after, name, old, order, late=lately.late)
+                yield from handout.ordered(after, name, old=old, order=order, late=lately.late)
 
     def retired(self, after: Index, lately: Lately) -> Iterator[Violation]:
         """6: whatever leaves routing has a reason that holds, and something else serves."""

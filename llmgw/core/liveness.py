@@ -38,13 +38,13 @@ GUARD_NODES: Final = "too many nodes went away at once"
 GUARD_WRITES: Final = "this leader's own writes fail or are refused"
 
 
-def observe(view: View, index: Index, now: Now) -> View:
+def observe(view: View, index: Index, *, now: Now) -> View:
     """`view` brought up to date: since when each known node is seen without a session, and how far gangs have come."""
     absent = index.standing.absent
     if absent != view.absent_since.keys():
         since = {name: view.absent_since.get(name, now.mono_s) for name in absent}
         view = msgspec.structs.replace(view, absent_since=since)
-    return gang.observe(view, index, now)
+    return gang.observe(view, index, now=now)
 
 
 def settled(index: Index, node: str, *, incarnation: str) -> bool:
@@ -72,9 +72,9 @@ def settled(index: Index, node: str, *, incarnation: str) -> bool:
 
 def next_state(
     name: str,
+    *,
     state: NodeState | None,
     session: Session | None,
-    *,
     reported: bool,
     settled: bool,
     lose: bool,

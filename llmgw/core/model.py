@@ -172,7 +172,7 @@ def _census(p: Pass, model: Tended) -> Census:
     tick, known = p.index.tick, model.counted
     if known is not None and known[0] == tick and known[1] is model.state:
         return known[2]
-    census = take_census(p.index, model.name, model.spec, model.state, model.targets)
+    census = take_census(p.index, model.name, spec=model.spec, state=model.state, targets=model.targets)
     model.counted = (tick, model.state, census)
     return census
 

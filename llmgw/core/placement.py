@@ -93,10 +93,10 @@ class Seeker(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Rank = tuple[object, ...]
-"""A sort key, smaller is better, with the node's name in it, so that no two are equal; of a gang's member it is last."""
+"""A sort key, smaller is better, with the node's name in it, so that no two are equal: last of a gang's member."""
 
 
-def score(node: NodeInventory, pool: Pool, found: Admission, seeker: Seeker) -> Score:
+def score(node: NodeInventory, pool: Pool, *, found: Admission, seeker: Seeker) -> Score:
     """Why a node ranks where it does, for people to read."""
     gang, room = pool.fabric is not None, free_bytes(node)
     return Score(
@@ -232,10 +232,10 @@ def _placement(
     ways = [(drawn.pool, name) for name in drawn.nodes]
     for pool, name in ways if drawn.runner_up is None else [*ways, drawn.runner_up]:
         node = inventory.node(name)
-        found = judge(node, profile, inventory.wish(profile.engine))
+        found = judge(node, profile, wish=inventory.wish(profile.engine))
         if isinstance(found, Refusal) or pool not in found.pools(profile):
             raise InvariantError(1, f"{name} was to take a shard of {profile.name}, for which it has no room")
-        scores.append(score(node, pool, found, seeker))
+        scores.append(score(node, pool, found=found, seeker=seeker))
         builds.append(pool.build or found.builds[0])
         if len(shards) < profile.nodes:
             shards.append(shard_of(node, profile, pool, rank=len(shards)))
@@ -313,7 +313,7 @@ def survey(inventory: Inventory, profile: Profile) -> Survey:
     if whole is not None:
         return Survey(judged={"": whole}, pools={})
     wish = inventory.wish(profile.engine)
-    judged = {node.name: judge(node, profile, wish) for node in inventory.nodes()}
+    judged = {node.name: judge(node, profile, wish=wish) for node in inventory.nodes()}
     offers = {name: each.pools(profile) for name, each in judged.items() if isinstance(each, Admission)}
     members: dict[Pool, list[int]] = {}
     for name, pools in offers.items():
@@ -323,7 +323,7 @@ def survey(inventory: Inventory, profile: Profile) -> Survey:
     if profile.nodes > 1:
         sizes_of_gangs = {pool: sizes[pool] for pool, ports in members.items() if meet(ports, profile.nodes)}
         judged |= {
-            name: lonely(inventory.node(name), profile, pools, sizes)
+            name: lonely(inventory.node(name), profile, pools=pools, sizes=sizes)
             for name, pools in offers.items()
             if sizes_of_gangs.keys().isdisjoint(pools)
         }
@@ -334,7 +334,7 @@ def survey(inventory: Inventory, profile: Profile) -> Survey:
 def _fit(node: NodeInventory, profile: Profile, found: Admission, sizes: Mapping[Pool, int], seeker: Seeker) -> Fit:
     """The best of the ways in which a node would be taken: by its score, then from the largest pool."""
     pools = [pool for pool in found.pools(profile) if pool in sizes]
-    scores = {pool: score(node, pool, found, seeker) for pool in pools}
+    scores = {pool: score(node, pool, found=found, seeker=seeker) for pool in pools}
     best = min(pools, key=lambda pool: (rank(scores[pool]), -sizes[pool], pool))
     build = best.build or found.builds[0]
     return Fit(node=node.name, profile=profile.name, build=build, score=scores[best], fabric=best.fabric)

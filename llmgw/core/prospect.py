@@ -158,10 +158,10 @@ class Prospect:
         return [refusal for _, refusal in found.values()]
 
     def _refusal(self, node: NodeInventory) -> Refusal:
-        found = judge(node, self.profile, self._sieve.wish)
+        found = judge(node, self.profile, wish=self._sieve.wish)
         if isinstance(found, Refusal):
             return found
-        return lonely(node, self.profile, found.pools(self.profile), self._sizes)
+        return lonely(node, self.profile, pools=found.pools(self.profile), sizes=self._sizes)
 
     def _nearest(self) -> list[str]:
         found: list[str] = []

@@ -117,7 +117,7 @@ class Rehearsal:
     def _pass(self) -> None:
         dirty = self.index.take_dirty()
         dirty.add(due(self._wakes, now=self._now))
-        self._view = observe(self._view, self.index, self._now)
+        self._view = observe(self._view, self.index, now=self._now)
         plan = reconcile(self.index, dirty, now=self._now, view=self._view, ids=self._ids, settings=self._settings)
         before = set(self.retired)
         for group in plan.groups:
@@ -129,7 +129,9 @@ class Rehearsal:
                 self.went_first.add(replica.id)
 
     def _lacks(self, model: str) -> bool:
-        census = take_census(self.index, model, self.index.models.record(model), self.index.model_states.record(model))
+        census = take_census(
+            self.index, model, spec=self.index.models.record(model), state=self.index.model_states.record(model)
+        )
         return len(census.steady) < census.target
 
     def _wait(self) -> bool:

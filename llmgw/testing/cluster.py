@@ -276,7 +276,7 @@ class Cluster:
 
     def plan(self, dirty: Dirty | None = None) -> Plan:
         """What a pass would decide; nothing changes. `dirty` None: look at everything."""
-        self.view = observe(self.view, self.index, self.now)
+        self.view = observe(self.view, self.index, now=self.now)
         return reconcile(
             self.index,
             Dirty(everything=True) if dirty is None else dirty,

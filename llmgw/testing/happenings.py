@@ -229,7 +229,7 @@ def load(c: Cluster, dice: Dice, turn: Turn) -> None:
     for _ in range(dice.pick((1, 3))):
         requests = {name: dice.pick((0, 1, 9, 40)) for name in c.index.models.names()}
         totals = {name: Total(queued=count, ended_mono_s=c.now.mono_s - 5.0) for name, count in requests.items()}
-        seen = autoscale.observe(c.view.load, Sample(totals=totals, missing=missing), c.index, now=c.now)
+        seen = autoscale.observe(c.view.load, Sample(totals=totals, missing=missing), index=c.index, now=c.now)
         c.view = msgspec.structs.replace(c.view, load=seen)
         c.index.dirty.models |= autoscale.moved(c.index, seen, now=c.now)  # as the loop does
         c.advance(10.0)

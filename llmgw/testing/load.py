@@ -92,7 +92,7 @@ class Loads:
         """The leader takes a sample; what it leads to is dirty."""
         c = self.cluster
         sample = take_sample(self.heard, self.vanished, now=c.now, lost_after_s=c.settings.lost_after_s)
-        load = observe(c.view.load, sample, c.index, now=c.now, only=only)
+        load = observe(c.view.load, sample, index=c.index, now=c.now, only=only)
         c.view = msgspec.structs.replace(c.view, load=load)
         c.index.dirty.models |= moved(c.index, load, now=c.now)
 

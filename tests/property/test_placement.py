@@ -64,7 +64,7 @@ def reference(index: Index, spec: ModelSpec, failed: frozenset[str]) -> dict[str
             for pool in each.pools(profile):
                 node = inventory.node(name)
                 preference = each.builds.index(pool.build) if pool.build is not None else 0
-                made = score(node, pool, each, seeker)
+                made = score(node, pool, found=each, seeker=seeker)
                 way = Way(made, preference, rate_gbps(node, pool.fabric), node.gang_starts)
                 pools.setdefault(pool, []).append(way)
         drawn = {pool: together(sorted(ways, key=lambda way: rank(way.score)), profile) for pool, ways in pools.items()}

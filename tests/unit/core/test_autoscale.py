@@ -723,7 +723,7 @@ def test_more_load_never_leads_to_fewer_replicas(
 def seen(index: Index, load: LoadView, requests: int, *, mono_s: float, missing: str = "") -> LoadView:
     total = Total(queued=requests, ended_mono_s=mono_s if requests else 0.0)
     sample = Sample(totals={"m": total} if requests else {}, missing=missing)
-    return observe(load, sample, index, now=Now(wall_s=0.0, mono_s=mono_s))
+    return observe(load, sample, index=index, now=Now(wall_s=0.0, mono_s=mono_s))
 
 
 def test_bounds_that_contradict_each_other_in_the_store_are_one_number() -> None:

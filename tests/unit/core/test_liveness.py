@@ -354,12 +354,12 @@ def test_a_clock_that_stepped_back_does_not_stop_the_counting() -> None:
 def test_observing_keeps_the_first_sight_and_forgets_who_is_back() -> None:
     c = cluster(2)
     c.away("n1")
-    seen = observe(View(), c.index, c.now)
+    seen = observe(View(), c.index, now=c.now)
     assert seen.absent_since == {"n1": c.now.mono_s}
     c.advance(10.0)
-    assert observe(seen, c.index, c.now) is seen
+    assert observe(seen, c.index, now=c.now) is seen
     c.back("n1")
-    assert observe(seen, c.index, c.now).absent_since == {}
+    assert observe(seen, c.index, now=c.now).absent_since == {}
 
 
 # --- forgetting -----------------------------------------------------------------------------------------------------

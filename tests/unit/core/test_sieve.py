@@ -150,9 +150,9 @@ def test_shapes_for_which_many_nodes_would_do_count_by_their_nodes(
 def test_what_is_told_again_is_told_of_the_same_state_only(monkeypatch: pytest.MonkeyPatch) -> None:
     judged: list[str] = []
 
-    def counting(node: object, *args: object) -> object:
+    def counting(node: object, profile: object, *, wish: object) -> object:
         judged.append(node.name)  # type: ignore[attr-defined]  # a NodeInventory
-        return judge(node, *args)  # type: ignore[arg-type]  # as given
+        return judge(node, profile, wish=wish)  # type: ignore[arg-type]  # as given
 
     monkeypatch.setattr(prospect, "judge", counting)
     c = fleet(2)
@@ -180,7 +180,7 @@ def test_a_kept_judgement_that_is_wrong_ends_the_pass_rather_than_claim_twice(mo
     assert where(c, spec) == "n1"
     c.model("other", *spec.profiles)
     c.settle()
-    monkeypatch.setattr(placement, "judge", lambda node, profile, wish: judge(node, cpu_profile(99.0), wish))
+    monkeypatch.setattr(placement, "judge", lambda node, profile, *, wish: judge(node, cpu_profile(99.0), wish=wish))
     with pytest.raises(InvariantError, match="for which it has no room"):
         place(Inventory(c.index), model_spec("x"))
     node = Inventory(c.index).node("n1")
