@@ -273,7 +273,7 @@ class _Before:
             if report is None or name in stale:
                 continue
             if _holds(report) and (was is None or not _holds(was)):
-                yield from _crowded(after, report)
+                yield from _crowded(after, report, known=was is not None)
             if was is None or report.phase is was.phase or stops_on_exit or declared_gone(after, report.node):
                 continue
             row = after.assignments.get(name)
@@ -305,11 +305,11 @@ def _routable(index: Index, model: str) -> int:
     return count
 
 
-def _crowded(index: Index, started: ShardReport) -> Iterator[Violation]:
+def _crowded(index: Index, started: ShardReport, *, known: bool) -> Iterator[Violation]:
     """Whether a shard started on memory or a GPU that another shard of its node still holds.
 
     What runs by claims and orders alone may exceed a memory that shrank since; it was promised while there was room. So
-    was what runs unassigned, in a history that is gone.
+    was what runs unassigned and was not `known` before, in a history that is gone.
     """
     node, total, held = started.node, node_inventory(index, started.node).memory_total_bytes, 0
     promised = True
@@ -327,7 +327,7 @@ def _crowded(index: Index, started: ShardReport) -> Iterator[Violation]:
         same = report.replica == started.replica and report.rank == started.rank
         if not same and (shared := sorted(uuids & {gpu.uuid for gpu in claim.gpus})):
             yield Violation(number=3, what=f"{started.replica} started on {shared[0]}, which {report.replica} holds")
-    if total is not None and held > total and own.memory_bytes and not promised and started.assigned:
+    if total is not None and held > total and own.memory_bytes and not promised and (known or started.assigned):
         yield Violation(number=3, what=f"{started.replica} started on {node}, where {held} of {total} bytes are held")
 
 
