@@ -5,7 +5,8 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import anyio
@@ -15,15 +16,18 @@ import trio
 from llmgw.cli.connection import read_index
 from llmgw.config import ControllerConfig, EtcdConfig
 from llmgw.controller.loop import control
+from llmgw.core.catalog import ModelSpec, Profile
 from llmgw.core.fleet import is_restoring, unreported
 from llmgw.core.node import Fleet, Guard, Session
-from llmgw.core.record import Leader
+from llmgw.core.record import Generation, Leader
+from llmgw.core.replica import ReplicaPhase, ShardPhase
 from llmgw.core.snapshot import Index, Kind, Ref
 from llmgw.obs.clock import SystemIds, system_jitter, system_wall
 from llmgw.obs.status import ControllerStatus
 from llmgw.store import codec, keys
 from llmgw.store.etcd import open_etcd
 from llmgw.store.port import PutOp, Store
+from llmgw.testing.agent_process import AgentProcess, fake_engine
 from llmgw.testing.etcd import DEPLOY, Etcd
 
 META = keys.key(Ref(Kind.META))
@@ -169,7 +173,7 @@ def test_a_store_that_no_controller_has_seen_is_restored_as_it_is(start_etcd: St
     assert (value(etcd, META), value(etcd, BEFORE)) == ("", "a model")
 
 
-WATCHED = (Kind.META, Kind.FLEET, Kind.SESSION, Kind.NODE_STATE)
+WATCHED = (Kind.META, Kind.FLEET, Kind.SESSION, Kind.NODE_STATE, Kind.REPLICA, Kind.SHARD)
 
 
 def session(store: str) -> str:
@@ -178,6 +182,29 @@ def session(store: str) -> str:
         node="n1", boot_id="b", data="1:1", lease=1, store=store, address="127.0.0.1", version="1", pid=1, started_at=0
     )
     return codec.encode_stored(record).decode()
+
+
+@asynccontextmanager
+async def controller(etcd: Etcd) -> AsyncIterator[None]:
+    """The only one there is, so that it leads."""
+    config = EtcdConfig(endpoints=etcd.endpoints)
+    leader = Leader(id="a", address="a", version="1", pid=1)
+
+    async def lead(store: Store) -> None:
+        await control(
+            store,
+            ControllerConfig(etcd=config, session_ttl_s=6),
+            identity=leader,
+            wall=system_wall,
+            ids=SystemIds(),
+            jitter=system_jitter,
+            status=ControllerStatus(leader=leader, renew_within_s=3),
+        )
+
+    async with open_etcd(config) as store, trio.open_nursery() as nursery:
+        nursery.start_soon(lead, store)
+        yield
+        nursery.cancel_scope.cancel()
 
 
 async def until(store: Store, holds: Callable[[Index], bool]) -> Index:
@@ -201,31 +228,75 @@ def test_a_controller_waits_for_the_nodes_of_a_restored_store(start_etcd: StartE
     incarnation = json.loads(value(etcd, META))["incarnation"]
 
     async def scene() -> None:
-        config = EtcdConfig(endpoints=etcd.endpoints)
-        leader = Leader(id="a", address="a", version="1", pid=1)
-        async with open_etcd(config) as store, open_etcd(config) as theirs, trio.open_nursery() as nursery:
-
-            async def controller() -> None:
-                await control(
-                    theirs,
-                    ControllerConfig(etcd=config),
-                    identity=leader,
-                    wall=system_wall,
-                    ids=SystemIds(),
-                    jitter=system_jitter,
-                    status=ControllerStatus(leader=leader, renew_within_s=3),
-                )
-
-            nursery.start_soon(controller)
+        async with open_etcd(EtcdConfig(endpoints=etcd.endpoints)) as store, controller(etcd):
             index = await until(store, lambda index: "n1" in index.node_states)
             assert is_restoring(index, incarnation)
             assert unreported(index, incarnation) == ["n1"]
             put = PutOp(key=keys.key(Ref(Kind.SESSION, "n1")), value=session(incarnation).encode())
             await store.txn([], [put])
             await until(store, lambda index: not is_restoring(index, incarnation))
-            nursery.cancel_scope.cancel()
 
     trio.run(scene)
+
+
+async def apply(store: Store, *models: str) -> None:
+    """The whole catalog: these models, each with one replica of an engine on the test's own node."""
+    profile = Profile(name="p", engine="llama.cpp", min_memory_gb=0.1, context=512, slots=2)
+    specs = [ModelSpec(name=name, source="tiny.gguf", profiles=(profile,)) for name in models]
+    ops = [PutOp(key=keys.key(Ref(Kind.MODEL, each.name)), value=codec.encode_stored(each)) for each in specs]
+    generation = PutOp(key=keys.key(Ref(Kind.GENERATION)), value=codec.encode_stored(Generation(number=len(models))))
+    await store.txn([], [*ops, generation])
+
+
+def ready(index: Index) -> dict[str, str]:
+    """The replica of each model that is ready, in the plan and by its node's word."""
+    return {
+        replica.model: replica.id
+        for replica in index.replicas.records()
+        for report in index.reports.records()
+        if (report.replica, report.phase, replica.phase) == (replica.id, ShardPhase.READY, ReplicaPhase.READY)
+    }
+
+
+@pytest.mark.etcd
+def test_engines_that_run_are_adopted_also_those_the_snapshot_does_not_know(
+    start_etcd: StartEtcd, tmp_path: Path, tiny_model: Path
+) -> None:
+    """The steps of deploy/etcd/README.md, with a real agent and the processes of its engines."""
+    etcd = start_etcd()
+    config = EtcdConfig(endpoints=etcd.endpoints)
+
+    async def before(agent: AgentProcess) -> dict[str, str]:
+        async with open_etcd(config) as store, controller(etcd):
+            agent.start()
+            await apply(store, "early")
+            await until(store, lambda index: ready(index).keys() == {"early"})
+            etcdctl(etcd, "snapshot", "save", str(tmp_path / "file"))
+            await apply(store, "early", "late")
+            return ready(await until(store, lambda index: ready(index).keys() == {"early", "late"}))
+
+    async def after(agent: AgentProcess) -> dict[str, str]:
+        incarnation = json.loads(value(etcd, META))["incarnation"]
+        async with open_etcd(config) as store:
+            await apply(store, "early", "late")
+            async with controller(etcd):
+                index = await until(
+                    store,
+                    lambda index: not is_restoring(index, incarnation) and ready(index).keys() == {"early", "late"},
+                )
+                assert len(agent.engines()) == 2
+                return ready(index)
+
+    engine = fake_engine(tmp_path)
+    with AgentProcess(tmp_path / "n1", endpoints=etcd.endpoints, engine=engine, models=tiny_model.parent) as agent:
+        replicas = trio.run(before, agent)
+        pids = agent.engines()
+        assert len(pids) == 2
+        done = restore("--snapshot", tmp_path / "file", "--data", tmp_path / "data")
+        assert done.returncode == 0, done.stderr
+        swap(etcd, tmp_path, into="data")
+        assert trio.run(after, agent) == replicas
+        assert agent.engines() == pids
 
 
 @pytest.mark.etcd
