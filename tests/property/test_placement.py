@@ -234,7 +234,7 @@ class World:
 SLOW = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 
-@pytest.mark.parametrize("few", [0, 256])
+@pytest.mark.parametrize("few", [2, 256])
 @SLOW
 @given(scenes(EVENTS, events_min=6, events_max=16), st.frozensets(st.sampled_from(NODES), max_size=3))
 def test_what_is_kept_changes_no_answer(few: int, scene: Scene, failed: frozenset[str]) -> None:
