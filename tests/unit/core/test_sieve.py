@@ -11,6 +11,7 @@ from llmgw.core.catalog import ModelSpec
 from llmgw.core.draft import Draft
 from llmgw.core.explain import Constraint
 from llmgw.core.inventory import Inventory
+from llmgw.core.node import Fabric
 from llmgw.core.placement import Placement, Rejection, place
 from llmgw.core.plan import Delete, Put
 from llmgw.core.sieve import ledger_of
@@ -199,3 +200,25 @@ def test_memory_promised_beyond_what_there_is_leaves_nothing_and_is_told_so() ->
     (refusal,) = outcome.nearest
     assert (refusal.constraint, refusal.free) == (Constraint.MEMORY, 0)
     assert where(c, model_spec("y", cpu_profile(None))) == "n1"
+
+
+def test_weights_that_many_nodes_have_are_met_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prospect, "FEW", 2)
+    c = Cluster()
+    for i in range(1, 6):
+        c.node(f"n{i}", weights=("x.gguf",) if i > 1 else (), fabrics=(Fabric(name="ib0"),))
+    c.settle()
+    spec = model_spec("x")
+    outcome = place(Inventory(c.index), spec)
+    assert isinstance(outcome, Placement)
+    assert outcome.receipt.runner_up is not None
+    assert (outcome.shards[0].node, outcome.receipt.runner_up.node) == ("n2", "n3"), "not among the first two in order"
+    c.spec("n1", cordon=True)
+    outcome = place(Inventory(c.index), spec)
+    assert isinstance(outcome, Placement)
+    assert outcome.receipt.runner_up is not None
+    assert (outcome.shards[0].node, outcome.receipt.runner_up.node) == ("n2", "n3")
+    c.spec("n1")
+    gang = place(Inventory(c.index), model_spec("x", cpu_profile(nodes=2)))
+    assert isinstance(gang, Placement)
+    assert [shard.node for shard in gang.shards] == ["n2", "n3"]
