@@ -121,7 +121,8 @@ def take_census(
             continue
         nodes = [node_inventory(index, shard.node) for shard in replica.shards if not shard.released]
         lists[_standing(index, replica, nodes, targets)].append(replica)
-        if replica.phase is ReplicaPhase.READY and all(_answers(node) for node in nodes):
+        known = replica.id in index.secrets  # without its key no gateway can ask it
+        if replica.phase is ReplicaPhase.READY and known and all(_answers(node) for node in nodes):
             ready.add(replica.id)
     return Census(
         wanted=0 if spec is None else wanted_replicas(spec, state),

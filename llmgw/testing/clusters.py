@@ -132,7 +132,7 @@ def move_in(c: Cluster, dice: Dice) -> None:
     name = dice.pick((*c.index.models.names(), GONE_MODEL))
     spec = c.index.models.record(name) or spec_of(GONE_MODEL, Dice(b"\0" + bytes(dice.below(256) for _ in range(8))))
     profile = dice.pick(spec.profiles or (cpu(dice),))
-    missing = dice.pick((*[""] * 8, "an order", "all orders", "secret", "replica", "all"))
+    missing = dice.pick((*[""] * 8, "an order", "all orders", "secret", "replica", "all", "all"))
     seats = _seats(c, profile, dice, crowded=missing == "all" and dice.one_in(2))
     if not seats:
         return
@@ -294,7 +294,7 @@ def _reports(c: Cluster, orders: list[Assignment], dice: Dice) -> Records:
         phase = dice.pick(STOPS if order.desired is Desired.STOPPED else RUNS)
         if order.desired is Desired.HELD:
             phase = dice.pick((ShardPhase.HELD, None))
-        old = dice.one_in(6)
+        old, forgotten = dice.one_in(6), dice.one_in(3)
         if phase is None:
             continue
         report = ShardReport(
@@ -306,7 +306,7 @@ def _reports(c: Cluster, orders: list[Assignment], dice: Dice) -> Records:
             phase_at=c.now.wall_s,
             assigned=row is not None,
             assignment_rev=0 if row is None else row.mod_revision - old,
-            order=order if row is None and not old else None,
+            order=order if row is None and not forgotten else None,
             incarnation="i1",
             address="127.0.0.1",
             port=20000,

@@ -152,10 +152,11 @@ def gpus_mended(c: Cluster, dice: Dice, turn: Turn) -> None:
 
 
 def answer(c: Cluster, dice: Dice, turn: Turn) -> None:
-    """All agents, or one of them, do what they are ordered to; engines may still be loading."""
-    alone = dice.one_in(3)
-    names = c.index.sessions.names()
-    c.answer(*(dice.pick(names) for _ in range(1) if alone and names), ready=not dice.one_in(4))
+    """All agents do what they are ordered to, or some of them; engines may still be loading."""
+    mask, ready = dice.pick((255, 255, dice.below(256))), not dice.one_in(4)
+    names = [name for i, name in enumerate(c.index.sessions.names()) if mask >> i % 8 & 1]
+    if names:
+        c.answer(*names, ready=ready)
 
 
 def fail(c: Cluster, dice: Dice, turn: Turn) -> None:
@@ -267,7 +268,7 @@ def lose_order(c: Cluster, dice: Dice, turn: Turn) -> None:
     row = None if name is None else c.index.assignments[name]
     if name is None or row is None or row.record is None:
         return
-    what = dice.pick(("order", "order and replica", "replica", "order and secret", "all"))
+    what = dice.pick(("order", "replica", "order and replica", "order and secret", "replica", "all"))
     gone = [(Kind.ASSIGNMENT, name, None)] if what != "replica" else []
     gone += [(Kind.REPLICA, row.record.replica, None)] if "replica" in what or what == "all" else []
     gone += [(Kind.SECRET, row.record.replica, None)] if "secret" in what or what == "all" else []

@@ -65,10 +65,24 @@ def turn(c: Cluster) -> None:
     for replica in placed:
         well_placed(c, replica)
     if not plan.more:
-        again = c.plan()
+        again, looked = c.plan(), c.plan(c.dirty())
         assert not again.groups, again.groups
+        assert not looked.groups, looked.groups
+        c.apply(looked)  # what it says of when to look again
         require(check_explained(c.index))
         unheard(c)
+        unwoken(c)
+
+
+def unwoken(c: Cluster) -> None:
+    """Until the leader is to look again, time alone changes nothing that it decides."""
+    now, view = c.now, c.view
+    wake_s = min(c.wakes.values(), default=now.mono_s + 10_000.0) - now.mono_s - 0.01
+    if wake_s > 0:
+        c.advance(wake_s)
+        late = c.plan().groups
+        assert not late, (wake_s, late)
+    c.now, c.view = now, view
 
 
 def unheard(c: Cluster) -> None:

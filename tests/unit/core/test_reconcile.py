@@ -790,6 +790,19 @@ def test_inv6_one_that_cannot_be_read_is_not_known_to_serve_so_the_one_that_does
     assert c.one("m").id == one.id
 
 
+def test_inv6_one_whose_key_is_lost_does_not_serve_so_the_one_that_does_stays() -> None:
+    c = cluster("n1", "n2")
+    c.model("m", replicas=2)
+    c.settle()
+    one, two = c.replicas("m")
+    c.meddle((Kind.SECRET, two.id, None), (Kind.ASSIGNMENT, c.shard(two), None))
+    c.model("m", replicas=1)
+    c.step()
+    assert next(each for each in c.replicas("m") if each.id == one.id).phase is P.READY
+    c.settle()
+    assert c.one("m").id == one.id
+
+
 def test_inv6_the_only_one_known_to_serve_stays_on_a_node_that_is_lost_or_drained_or_to_be_rolled() -> None:
     for trouble in ("lost", "drained", "outdated"):
         c = cluster("n1", "n2", "n3", "n4", memory_gb=4.0)
