@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from copy import deepcopy
 
-import msgspec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -137,23 +136,6 @@ def well_placed(c: Cluster, replica: Replica) -> None:
             assert wished is None or build.named or build.version == wished.version, shard
 
 
-def short_turns(c: Cluster) -> None:
-    """Passes that may look at little and place little each, until nothing is left; then a whole one finds nothing."""
-    for _ in range(500):
-        plan = c.plan(c.dirty())
-        bounded(plan)
-        c.apply(plan)
-        if not plan.more:
-            break
-    else:
-        raise AssertionError("passes are cut short for ever")
-    again = msgspec.structs.replace(c.settings, placements_max=1000, looks_max=10_000)
-    c.settings, small = again, c.settings
-    assert not (left := c.plan().groups), left
-    c.settings = small
-    require(check_explained(c.index))
-
-
 def bounded(plan: Plan) -> None:
     refs = [write.ref for group in plan.groups for write in group.writes]
     assert len(refs) == len(set(refs)), "a place is written twice"
@@ -176,20 +158,11 @@ def test_every_plan_keeps_the_invariants_and_incremental_is_full(scene: Scene) -
 
 
 @given(scenes(often(EVERYTHING), events_min=20, events_max=60))
-@times(1.5)
+@times(2)
 def test_the_same_with_lost_and_unreadable_records_and_restores(scene: Scene) -> None:
     c = build(scene)
     play(c, scene.events, turn, theme=scene.theme)
     turn(c)
-
-
-@given(scenes(often(USUAL), events_min=10), st.integers(1, 3), st.integers(1, 12))
-@times(0.5)
-def test_many_passes_cut_short_come_to_the_same_end_as_a_whole_one(scene: Scene, places: int, looks: int) -> None:
-    c = build(scene)
-    c.settings = msgspec.structs.replace(c.settings, placements_max=places, looks_max=looks)
-    play(c, scene.events, short_turns, theme=scene.theme)
-    short_turns(c)
 
 
 @given(scenes(often(USUAL)), st.integers(0, 200))
