@@ -256,6 +256,8 @@ class Agent:
                     self._refuse(instruction, f"the agent can't save its state: {unsaved}")
                 case ev.StartEngine():
                     tasks.start_soon(self._start, instruction)
+                case ev.WatchProcess():
+                    tasks.start_soon(self._watch, instruction)
                 case ev.LookAtTree():
                     tasks.start_soon(self._look, instruction)
                 case ev.ProbeEngine():
@@ -292,12 +294,13 @@ class Agent:
             )
         )
 
+    async def _watch(self, ask: ev.WatchProcess) -> None:
+        look = await self._host.gone(ask.shard, ask.process)
+        self._post(ev.TreeLooked(shard=ask.shard, incarnation=ask.incarnation, whole=False, look=look))
+
     async def _look(self, ask: ev.LookAtTree) -> None:
-        if ask.until_gone:
-            look = await self._host.gone(ask.shard, ask.process)
-        else:
-            look = await self._host.look(ask.shard, ask.process, whole=ask.whole)
-        self._post(ev.TreeLooked(shard=ask.shard, incarnation=ask.incarnation, whole=ask.whole, look=look))
+        look = await self._host.look(ask.shard, ask.process, whole=True)
+        self._post(ev.TreeLooked(shard=ask.shard, incarnation=ask.incarnation, whole=True, look=look))
 
     async def _probe(self, ask: ev.ProbeEngine) -> None:
         result = await self._host.probe(ask.order, process=ask.process, port=ask.port, purpose=ask.purpose)

@@ -79,7 +79,7 @@ class StartRefused(Message, frozen=True, kw_only=True):
 
 
 class TreeLooked(Message, frozen=True, kw_only=True):
-    """A look at a shard's processes; `whole` as it was asked."""
+    """A look at a shard's processes: all of them (`whole`), or at the main one, which is gone."""
 
     shard: str
     incarnation: str | None
@@ -141,14 +141,20 @@ class StartEngine(Message, frozen=True, kw_only=True):
     port: int
 
 
-class LookAtTree(Message, frozen=True, kw_only=True):
-    """Look at the processes; `TreeLooked` is due. With `until_gone` not before the main process is gone."""
+class WatchProcess(Message, frozen=True, kw_only=True):
+    """Say when the main process is gone: `TreeLooked`, not whole, is due then and not before."""
 
     shard: str
     incarnation: str | None
     process: Process | None
-    whole: bool
-    until_gone: bool = False
+
+
+class LookAtTree(Message, frozen=True, kw_only=True):
+    """Look at all its processes; `TreeLooked` is due."""
+
+    shard: str
+    incarnation: str | None
+    process: Process | None
 
 
 class ProbeEngine(Message, frozen=True, kw_only=True):
@@ -170,4 +176,4 @@ class SignalTree(Message, frozen=True, kw_only=True):
     kill: bool
 
 
-Instruction = SaveState | StartEngine | LookAtTree | ProbeEngine | SignalTree
+Instruction = SaveState | StartEngine | WatchProcess | LookAtTree | ProbeEngine | SignalTree

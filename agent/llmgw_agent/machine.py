@@ -17,7 +17,6 @@ from llmgw.core.ids import Ids
 from llmgw.core.units import Now
 from llmgw.errors import InvariantError
 from llmgw_agent.event import Instruction, SignalTree, StartEngine
-from llmgw_agent.host import LOOK_S
 from llmgw_agent.ports import Ports
 from llmgw_agent.room import room_problem
 from llmgw_agent.shard import GOING, GONE, MOVES, Shard, Stage
@@ -38,7 +37,7 @@ PROGRESS_S: Final = 10.0
 """How often progress is looked for while an engine loads, seconds; at least four times a budget."""
 
 LOOK_GOING_S: Final = 0.2
-"""How often a tree that is to go is looked at, all of it, seconds; any other's main process every `LOOK_S`."""
+"""How often a tree that is to go is looked at, seconds."""
 
 STORY_LEN_MAX: Final = 500
 
@@ -118,7 +117,7 @@ class Machine:
         """Its process is there; it has its start budget to do real work."""
         self._go(shard, Stage.LOADING, why)
         shard.probe_mono_s = shard.progress_mono_s = self._now.mono_s
-        shard.weigh_mono_s = self._now.mono_s + progress_every_s(shard)
+        shard.look_mono_s = self._now.mono_s + progress_every_s(shard)
         self._budget(shard)
 
     def _budget(self, shard: Shard) -> None:
@@ -197,8 +196,6 @@ class Machine:
         self._story.append(entry)
         self._news.append(entry)
         before = shard.phase
-        if shard.stage is Stage.READY:
-            shard.looking = False  # the look that is out waits for an end that may be far away
         shard.stage, shard.stage_mono_s = stage, self._now.mono_s
         shard.due_mono_s = None if due_s is None else self._now.mono_s + due_s
         shard.after = after or (shard.after if stage in GOING else None)
@@ -215,13 +212,6 @@ def start_s(shard: Shard) -> float:
 def progress_every_s(shard: Shard) -> float:
     """How often progress of its load is looked for, seconds."""
     return min(PROGRESS_S, max(LOOK_GOING_S, start_s(shard) / 4))
-
-
-def look_every_s(shard: Shard) -> float:
-    """How often its processes are looked at, seconds."""
-    if shard.stage in (Stage.TERMINATING, Stage.KILLING):
-        return LOOK_GOING_S
-    return min(LOOK_S, progress_every_s(shard)) if shard.stage is Stage.LOADING else LOOK_S
 
 
 def _contradiction(shard: Shard, *, attempts_max: int) -> str | None:

@@ -109,7 +109,6 @@ class Shard:
     words: str = ""
     progress: int | None = None
     progress_mono_s: float = 0.0
-    weigh_mono_s: float = 0.0
     extended: int = 0
     after: Stage | None = None
     due_mono_s: float | None = None
@@ -118,6 +117,7 @@ class Shard:
     probe_mono_s: float = 0.0
     kill_mono_s: float = 0.0
     looking: bool = False
+    watching: bool = False
     probing: bool = False
     silent_mono_s: float | None = None
 
@@ -140,7 +140,7 @@ class Shard:
         self.detail = self.words = ""
         self.progress, self.extended = None, 0
         self.silent_mono_s = None
-        self.looking = self.probing = False
+        self.looking = self.watching = self.probing = False
 
     def report(self, *, node: str, address: str) -> ShardReport:
         """The shard's record as it is to stand in the store."""

@@ -16,7 +16,7 @@ from llmgw.core.replica import Desired, ShardReport
 from llmgw.core.units import Now
 from llmgw_agent import event as ev
 from llmgw_agent.host import Loading, Look, Purpose, Silent, Working, Wrong
-from llmgw_agent.machine import Machine, look_every_s, progress_every_s
+from llmgw_agent.machine import LOOK_GOING_S, Machine, progress_every_s
 from llmgw_agent.restore import restore
 from llmgw_agent.shard import ALIVE, GONE, Shard, Stage, wants_stop
 from llmgw_agent.state import SavedState
@@ -35,6 +35,12 @@ threads of a busy llama-server from answering (0.9 to 6 s measured); gateways ro
 
 SAVE_AGAIN_S: Final = 5.0
 KILL_AGAIN_S: Final = 1.0
+
+_LOOKED_AT: Final = frozenset({Stage.LOADING, Stage.TERMINATING, Stage.KILLING})
+"""Where the whole tree is looked at: whether it gets on, and whether it is gone."""
+
+_WATCHED: Final = ALIVE - {Stage.TERMINATING, Stage.KILLING}
+"""Where the end of the main process is news."""
 
 _PURPOSE: Final[Mapping[Stage, Purpose]] = {
     Stage.LOADING: Purpose.READY,
@@ -88,7 +94,7 @@ class Supervisor(Machine):
         for shard in self.shards.values():
             if shard.due_mono_s is not None and not (self._exiting and shard.stage is Stage.WAITING):
                 moments.append(shard.due_mono_s)
-            if shard.stage in ALIVE and not shard.looking:
+            if shard.stage in _LOOKED_AT and not shard.looking:
                 moments.append(shard.look_mono_s)
             if shard.stage in _PURPOSE and not shard.probing:
                 moments.append(shard.probe_mono_s)
@@ -232,7 +238,7 @@ class Supervisor(Machine):
                 self._started(shard, event)
             case ev.StartRefused() if shard.stage is Stage.LAUNCHING:
                 self._refused(shard, event)
-            case ev.TreeLooked() if shard.looking:
+            case ev.TreeLooked() if shard.looking if event.whole else shard.watching:
                 self._looked(shard, event)
             case ev.EngineProbed() if shard.probing:
                 self._probed(shard, event)
@@ -246,7 +252,6 @@ class Supervisor(Machine):
             self._terminate(shard, Stage.STOPPED if shard.stop else after, "told to stop while starting")
             return
         self._load(shard, "its process is there")
-        shard.look_mono_s = self._now.mono_s + look_every_s(shard)
 
     def _refused(self, shard: Shard, event: ev.StartRefused) -> None:
         shard.forget_engine()
@@ -265,9 +270,12 @@ class Supervisor(Machine):
             self._over(shard, Stage.FAILED, event.reason)
 
     def _looked(self, shard: Shard, event: ev.TreeLooked) -> None:
-        shard.looking = False
+        if event.whole:
+            shard.looking = False
+        else:
+            shard.watching = False
         going = shard.stage in (Stage.TERMINATING, Stage.KILLING)
-        shard.look_mono_s = self._now.mono_s + look_every_s(shard)
+        shard.look_mono_s = self._now.mono_s + (LOOK_GOING_S if going else progress_every_s(shard))
         look = event.look
         if going and not event.whole:
             shard.look_mono_s = self._now.mono_s
@@ -360,20 +368,13 @@ class Supervisor(Machine):
         if shard.stage is Stage.KILLING and now_s >= shard.kill_mono_s:
             shard.kill_mono_s = now_s + KILL_AGAIN_S
             self._out.append(ev.SignalTree(shard=shard.name, process=shard.process, kill=True))
-        if shard.stage in ALIVE and not shard.looking and now_s >= shard.look_mono_s:
+        name, incarnation, process = shard.name, shard.incarnation, shard.process
+        if shard.stage in _WATCHED and not shard.watching:
+            shard.watching = True
+            self._out.append(ev.WatchProcess(shard=name, incarnation=incarnation, process=process))
+        if shard.stage in _LOOKED_AT and not shard.looking and now_s >= shard.look_mono_s:
             shard.looking = True
-            whole = shard.stage in (Stage.TERMINATING, Stage.KILLING)
-            if shard.stage is Stage.LOADING and now_s >= shard.weigh_mono_s:
-                whole, shard.weigh_mono_s = True, now_s + progress_every_s(shard)
-            self._out.append(
-                ev.LookAtTree(
-                    shard=shard.name,
-                    incarnation=shard.incarnation,
-                    process=shard.process,
-                    whole=whole,
-                    until_gone=shard.stage is Stage.READY,
-                )
-            )
+            self._out.append(ev.LookAtTree(shard=name, incarnation=incarnation, process=process))
         purpose = _PURPOSE.get(shard.stage)
         if purpose is None or shard.probing or now_s < shard.probe_mono_s:
             return

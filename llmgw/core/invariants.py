@@ -205,7 +205,7 @@ def unconverged(index: Index) -> list[str]:
     serving: dict[str, int] = {}
     for replica in index.replicas.records():
         there = [shard.node in index.sessions for shard in replica.shards if not shard.released]
-        if not is_live(replica) and any(there):
+        if replica.phase is not ReplicaPhase.READY and any(there):
             found.append(f"{replica.id} is {replica.phase.value}")
         if replica.phase is ReplicaPhase.READY and all(there):
             serving[replica.model] = serving.get(replica.model, 0) + 1

@@ -117,7 +117,7 @@ class Bench:
         self.done: list[ev.Instruction] = []
         self.starts: list[tuple[str, int]] = []
         """(shard, port) of every engine that was started."""
-        self._watched: list[ev.LookAtTree] = []
+        self._watched: list[ev.WatchProcess] = []
         self._ids = CountedIds()
         self._pid = 1000
         self.supervisor = self._fresh()
@@ -204,10 +204,10 @@ class Bench:
         """Answer what was asked to be told once an engine is gone."""
         for ask in [ask for ask in self._watched if not self._is_alive(ask)]:
             self._watched.remove(ask)
-            look = self._look(ask.shard, whole=ask.whole)
-            self.tell(ev.TreeLooked(shard=ask.shard, incarnation=ask.incarnation, whole=ask.whole, look=look))
+            look = self._look(ask.shard, whole=False)
+            self.tell(ev.TreeLooked(shard=ask.shard, incarnation=ask.incarnation, whole=False, look=look))
 
-    def _is_alive(self, ask: ev.LookAtTree) -> bool:
+    def _is_alive(self, ask: ev.WatchProcess) -> bool:
         engine = self.engines.get(ask.shard)
         return engine is not None and engine.process == ask.process and engine.alive
 
@@ -229,12 +229,12 @@ class Bench:
             case ev.SignalTree(shard=shard, kill=kill):
                 self._signal(shard, kill=kill)
                 return None
-            case ev.LookAtTree(until_gone=True) if self._is_alive(instruction):
+            case ev.WatchProcess():
                 self._watched.append(instruction)
                 return None
-            case ev.LookAtTree(shard=shard, incarnation=incarnation, whole=whole):
-                look = self._look(shard, whole=whole)
-                return ev.TreeLooked(shard=shard, incarnation=incarnation, whole=whole, look=look)
+            case ev.LookAtTree(shard=shard, incarnation=incarnation):
+                look = self._look(shard, whole=True)
+                return ev.TreeLooked(shard=shard, incarnation=incarnation, whole=True, look=look)
             case ev.ProbeEngine(shard=shard, incarnation=incarnation, purpose=purpose):
                 return ev.EngineProbed(
                     shard=shard, incarnation=incarnation, purpose=purpose, result=self._probe(shard, purpose)
