@@ -23,6 +23,10 @@ from llmgw.store.port import KeyValue, Store
 RETRY_S: Final = 1.0
 """Pause after a commit or a read of the leader failed, and before standing again after a lost term."""
 
+LOST_S: Final = 2.0
+"""For so long our last commit may be missing from a mirror that has seen later revisions; then its watch has lost it.
+Word of progress that was asked for may overtake events (etcd before 3.4.25 and 3.5.8, etcd-io/etcd#15220)."""
+
 log = logging.getLogger(__name__)
 
 
@@ -93,17 +97,23 @@ class Footing:
         """Until the mirror has applied our own election, the store's incarnation, and the head. Raises: LostTerm.
 
         A revision alone proves nothing: a mirror that still shows a store from before its restore has seen higher ones.
-        Only with our election and our incarnation in it are its revisions those of this store.
+        Only with our election and our incarnation in it are its revisions those of this store. One that is past the
+        head's revision and still has not seen it has a watch that lost it, and lists afresh.
         """
+        past_s: float | None = None
         while True:
-            changes = self._mirror.changes
             await self.judge()
             head = self._mirror.index.head
             if self._same_store and (0 if head is None else head.mod_revision) >= head_rev:
                 return
+            now_s, past = anyio.current_time(), self._mirror.revision >= head_rev
             if self._has_our_election and self._mirror.revision >= self._meta_rev and not self._same_store:
                 self._mirror.start_over()  # it followed two stores as if they were one
-            await self._mirror.wait_changed(changes)
+            elif self._same_store and past and past_s is not None and now_s >= past_s + LOST_S:
+                self._mirror.start_over()
+            past_s = (now_s if past_s is None else past_s) if past else None
+            with anyio.move_on_after(LOST_S):
+                await self._mirror.wait_heard()
 
     @property
     def _has_our_election(self) -> bool:

@@ -105,6 +105,10 @@ class Mirror:
         while self.revision < revision:
             await self._heard.wait()
 
+    async def wait_heard(self) -> None:
+        """Until the store has another word, be it only that nothing has changed."""
+        await self._heard.wait()
+
     async def wait_changed(self, since: int) -> int:
         """Until `changes` is above `since`; returns it."""
         while self.changes <= since:

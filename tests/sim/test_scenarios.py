@@ -294,3 +294,27 @@ def test_a_node_whose_return_the_leaders_watch_has_lost_is_not_given_up() -> Non
         assert run.judge.totals["node lost"] == 0
 
     story(scenario, relist_s=10_000.0)
+
+
+def test_a_leader_whose_watch_has_lost_its_own_commit_is_not_blind_until_the_next_listing() -> None:
+    """It may decide on nothing that lacks its last commit; so it must find out that it will never come."""
+
+    async def scenario(run: Run) -> None:
+        await up(run, ("m", 10, 1))
+        leader = await leader_of(run)
+
+        def deaf(operations: Operations) -> None:
+            leader.faulty.watches_lose = leader.faulty.watches_lose or plans(operations)
+
+        leader.faulty.judges.append(deaf)
+        run.storm.models["n"] = model("n", memory_gb=10, replicas=1)
+        await run.storm.apply()
+        await run.until(lambda: leader.faulty.watches_lose, within_s=5, what="a commit that it does not hear of")
+        await anyio.sleep(1)
+        leader.faulty.heal()
+        run.storm.models["o"] = model("o", memory_gb=10, replicas=1)
+        await run.storm.apply()
+        await run.settle(within_s=SOON_S)
+        assert run.judge.terms == 1
+
+    story(scenario, relist_s=10_000.0)
