@@ -61,13 +61,19 @@ async def follow(
 
 @contextmanager
 def ungrouped() -> Iterator[None]:
-    """A lone exception that passes through a task group comes out as itself, for the caller's `except`."""
+    """A lone exception that passes through task groups comes out as itself, for the caller's `except`.
+
+    However many groups are around it: an inner one may have held a cancellation as well, which is gone by now.
+    """
     try:
         yield
     except BaseExceptionGroup as group:
-        if len(group.exceptions) > 1:
+        error: BaseException = group
+        while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+            error = error.exceptions[0]
+        if error is group:
             raise
-        raise group.exceptions[0] from None
+        raise error from None
 
 
 class Following:
