@@ -33,6 +33,8 @@ class Stage(enum.Enum):
     STOPPED = "stopped"
     FAILED = "failed"
 
+    __hash__ = object.__hash__  # members are compared by identity; Enum's own is written in Python, and asked often
+
 
 S = Stage
 _END: Final = {S.STOPPED, S.FAILED}

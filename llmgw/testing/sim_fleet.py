@@ -40,8 +40,10 @@ EPOCH_S: Final = 1_800_000_000.0
 LATENCY_S: Final = (0.0005, 0.005)
 """One way to the store. Source: 1 to 4 ms for a call were measured on loopback."""
 
-PROGRESS_S: Final = 30.0
-"""Between two words of progress on a watch. Less often than etcd's, so that time passes faster."""
+PROGRESS_S: Final = 15.0
+PROGRESS_AGENT_S: Final = 120.0
+"""Between two words of progress on a watch: of controllers and gateways, and of agents, to whom it says nothing. Less
+often than etcd's, so that time passes faster."""
 
 ROUTES: Final = (
     keys.prefix(Kind.META),
@@ -73,8 +75,10 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
 class Process:
     """One program at a place: started, killed (nothing it still does has an effect) or stopped with grace."""
 
-    def __init__(self, fleet: Fleet, name: str, run: Callable[[Process], Awaitable[None]]) -> None:
-        self._fleet = fleet
+    def __init__(
+        self, fleet: Fleet, name: str, run: Callable[[Process], Awaitable[None]], *, progress_s: float = PROGRESS_S
+    ) -> None:
+        self._fleet, self._progress_s = fleet, progress_s
         self._run = run
         self._scope: anyio.CancelScope | None = None
         self._ended = anyio.Event()
@@ -104,7 +108,7 @@ class Process:
         self.starts += 1
         self.random = stream(self._fleet.seed, f"{self.name}/{self.starts}")
         self.faulty = FaultyStore(
-            MemoryStore(self._fleet.cluster, progress_s=PROGRESS_S, waits=False),
+            MemoryStore(self._fleet.cluster, progress_s=self._progress_s, waits=False),
             self._fleet.tasks,
             latency=lambda: self.random.uniform(*LATENCY_S),
         )
@@ -158,7 +162,9 @@ class Fleet:
         self.controllers = [Process(self, f"controller-{n}", self._control) for n in range(sizes.controllers)]
         self.world: dict[str, Machine] = {}
         self.machines = [self._machine(n, witness, temper) for n in range(sizes.nodes)]
-        self.agents = [Process(self, machine.name, self._agent(machine)) for machine in self.machines]
+        self.agents = [
+            Process(self, machine.name, self._agent(machine), progress_s=PROGRESS_AGENT_S) for machine in self.machines
+        ]
         self.gateway = Process(self, "gateway", self._route)
 
     def _machine(self, n: int, witness: Witness, temper: Callable[[Assignment], Temper]) -> Machine:
