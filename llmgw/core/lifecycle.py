@@ -29,6 +29,7 @@ from llmgw.core.replica import (
     EngineSecret,
     Gang,
     Launch,
+    ModelState,
     Replica,
     ReplicaPhase,
     ReplicaShard,
@@ -310,3 +311,14 @@ def backoff_s(model: str, attempt: int, settings: Settings) -> float:
     digest = hashlib.sha256(f"{model}\0{attempt}".encode()).digest()
     share = int.from_bytes(digest[:8]) / 2**64
     return min(settings.backoff_max_s, doubled) * (1 - JITTER + 2 * JITTER * share)
+
+
+def waits_until(state: ModelState, *, now: Now, settings: Settings) -> float | None:
+    """Until when (Unix seconds) a model still waits after failed replicas; None when it does not.
+
+    What lies further ahead than any backoff was said by a clock that has stepped back since; it holds nobody up.
+    """
+    retry_at = state.retry_at
+    if retry_at is None or not 0 < retry_at - now.wall_s <= settings.backoff_max_s * (1 + JITTER):
+        return None
+    return retry_at

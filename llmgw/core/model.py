@@ -30,6 +30,7 @@ from llmgw.core.lifecycle import (
     release,
     retired,
     stop_order,
+    waits_until,
 )
 from llmgw.core.placement import Placement, Rejection, place
 from llmgw.core.plan import Delete, Put, Wake, Write
@@ -269,14 +270,13 @@ def _settle_backoff(p: Pass, model: Tended) -> None:
 
 def _place(p: Pass, model: Tended, spec: ModelSpec, inventory: Inventory) -> None:
     """Place what is missing, and the next replica of a rollout."""
-    retry_at = model.state.retry_at
-    waiting = retry_at is not None and retry_at > p.now.wall_s
+    retry_at = waits_until(model.state, now=p.now, settings=p.settings)
     failed = frozenset(node for node, until in model.state.failed_nodes.items() if until > p.now.wall_s)
     while True:
         census = _census(p, model)
         if census.need == 0 and not census.may_surge:
             return
-        if waiting and retry_at is not None:
+        if retry_at is not None:
             p.wake_at(Wake.MODEL, model.name, wall_s=retry_at)
             return
         if p.tries <= 0:

@@ -302,6 +302,21 @@ def test_a_failed_replica_is_stopped_confirmed_waited_for_and_replaced_elsewhere
     assert new.receipt.runner_up.failed_lately is True
 
 
+def test_a_clock_that_stepped_back_makes_nobody_wait_longer_than_any_backoff() -> None:
+    c = cluster("n1")
+    c.model("m")
+    c.settle()
+    c.report(c.shard(c.one("m")), ShardPhase.FAILED, reason="exit 1")
+    c.settle()
+    c.advance(1.0)
+    c.step()
+    assert not c.replicas("m"), "it waits"
+    c.advance(0.0, step_wall_s=-900.0)
+    c.index.dirty.everything = True  # as the loop does
+    c.settle()
+    assert c.one("m").phase is P.READY
+
+
 def test_inv3_a_failed_engines_memory_is_free_only_when_its_stop_is_confirmed() -> None:
     c = cluster("n1", memory_gb=8.0)
     c.model("m", cpu_profile(8.0))
