@@ -337,7 +337,8 @@ EVERYTHING: Final = USUAL | TROUBLE
 
 def often(happenings: dict[str, Happening]) -> list[str]:
     """Names to draw from: passes and answers more often than the rest, so that histories get somewhere."""
-    return [*happenings, *["run"] * 4, *["answer"] * 4, "model", "wait", "vanish"]
+    more = [name for name in ("newcomer", "lose_order") if name in happenings]
+    return [*happenings, *["run"] * 4, *["answer"] * 4, "model", "wait", "vanish", *more]
 
 
 def play(c: Cluster, events: Sequence[tuple[str, bytes]], turn: Turn, *, theme: str = "general") -> None:

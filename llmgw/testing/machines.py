@@ -58,7 +58,7 @@ class Theme(NamedTuple):
     """What a cluster is mostly made of, so that what it has little of is asked for by many. The first is the plainest.
 
     `shapes`: of a machine's GPUs, `counts`: how many of them, `troubles`: how many things are the matter with them.
-    `kinds`: the profiles of a model, by the function that makes each.
+    `gang_nodes`: how many nodes a gang spans. `kinds`: the profiles of a model, by the function that makes each.
     """
 
     name: str
@@ -69,6 +69,7 @@ class Theme(NamedTuple):
     troubles: tuple[int, ...]
     fabrics: tuple[tuple[Fabric, ...], ...]
     gang_ports: tuple[tuple[int, int] | None, ...]
+    gang_nodes: tuple[int, ...]
     kinds: tuple[tuple[str, ...], ...]
 
 
@@ -101,6 +102,7 @@ GENERAL: Final = Theme(
     troubles=(0, 0, 1, 3),
     fabrics=FABRICS,
     gang_ports=GANG_PORTS,
+    gang_nodes=(2, 2, 3, 2, 3, 4),
     kinds=(
         ("cpu",), ("gpu",), ("gang",), ("gpu", "cpu"), ("gang", "gpu"), ("gang", "gpu", "cpu"), ("gang", "cpu"),
         ("cpu",), ("gpu",), (),
@@ -135,6 +137,7 @@ THEMES: Final = {
             troubles=(0, 0, 1),
             fabrics=(*FABRICS[:1], *FABRICS[2:3], *FABRICS),
             gang_ports=((21000, 21031), (21000, 21047), (21010, 21070), None),
+            gang_nodes=(3, 2, 3, 2),
             kinds=(("gang",), ("gang",), ("gang", "cpu"), ("gang", "gpu")),
         ),
     )
@@ -267,7 +270,7 @@ def gpu(dice: Dice) -> Profile:
 
 def gang(dice: Dice) -> Profile:
     """A profile for several machines of one fabric, with or without GPUs."""
-    nodes, gpus = dice.pick((2, 2, 3, 2, 3, 4)), dice.pick((0, 1, 2, 0, 1, 4))
+    nodes, gpus = dice.pick(dice.theme.gang_nodes), dice.pick((0, 1, 2, 0, 1, 4))
     return Profile(
         name="gang",
         engine=dice.pick(("llama.cpp", "vllm")),
