@@ -271,6 +271,9 @@ def _settle_backoff(p: Pass, model: Tended) -> None:
 def _place(p: Pass, model: Tended, spec: ModelSpec, inventory: Inventory) -> None:
     """Place what is missing, and the next replica of a rollout."""
     retry_at = waits_until(model.state, now=p.now, settings=p.settings)
+    if retry_at is None and (model.state.retry_at or 0.0) > p.now.wall_s:
+        # What a clock said that has stepped back is forgotten, or it would hold again once that moment comes near.
+        model.state = msgspec.structs.replace(model.state, retry_at=None)
     failed = frozenset(node for node, until in model.state.failed_nodes.items() if until > p.now.wall_s)
     while True:
         census = _census(p, model)

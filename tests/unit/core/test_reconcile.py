@@ -317,6 +317,21 @@ def test_a_clock_that_stepped_back_makes_nobody_wait_longer_than_any_backoff() -
     assert c.one("m").phase is P.READY
 
 
+def test_inv7_what_a_clock_said_that_stepped_back_does_not_hold_again_when_that_moment_comes_near() -> None:
+    c = cluster("n1", memory_gb=8.0)
+    c.model("m", cpu_profile(4.0))
+    c.settle()
+    c.report(c.shard(c.one("m")), ShardPhase.FAILED, reason="exit 1")
+    c.settle()
+    c.spec("n1", cordon=True)
+    c.advance(0.0, step_wall_s=-900.0)
+    c.index.dirty.everything = True  # as the loop does
+    c.settle()
+    assert state(c, "m").unplaced is not None
+    c.advance(800.0)
+    assert c.plan().empty
+
+
 def test_inv3_a_failed_engines_memory_is_free_only_when_its_stop_is_confirmed() -> None:
     c = cluster("n1", memory_gb=8.0)
     c.model("m", cpu_profile(8.0))
