@@ -240,7 +240,7 @@ class Cluster:
         if row.record.desired is Desired.STOPPED:
             phase = report.phase if report is not None and over else ShardPhase.STOPPED
             self.saved.pop(name, None)
-        elif over:
+        elif over or (report is None and self._taken(row.record)):
             return
         else:
             phase = ShardPhase.READY if ready or _is_ready(report) else ShardPhase.STARTING
@@ -248,6 +248,18 @@ class Cluster:
             self.saved[name] = row.record
         if report is None or report.phase is not phase or report.assignment_rev < row.mod_revision:
             self.report(name, phase, reason="" if report is None else report.reason)
+
+    def _taken(self, order: Assignment) -> bool:
+        """Whether a GPU of a shard that is to start is still held by another one here: agents see that, and wait."""
+        wanted = {gpu.uuid for gpu in order.claim.gpus}
+        for name in self.index.reports_on.get(order.node, ()) if wanted else ():
+            report = self.index.reports.record(name)
+            if report is None or report.pid is None:
+                continue
+            other = self.index.assignments.record(name) or report.order or self.saved.get(name)
+            if other is not None and wanted & {gpu.uuid for gpu in other.claim.gpus}:
+                return True
+        return False
 
     def _unordered(self, name: str) -> None:
         report = self.index.reports.record(name)
