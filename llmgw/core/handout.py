@@ -14,6 +14,7 @@ from llmgw.core.ids import shard_name
 from llmgw.core.invariants import Violation, held_claims
 from llmgw.core.lately import Lately
 from llmgw.core.node import Facts, Gpu, GpuHealth
+from llmgw.core.reading import is_live
 from llmgw.core.replica import GONE, Assignment, Claim, Desired, Gang, Replica, ReplicaShard, ShardPhase
 from llmgw.core.snapshot import Index, Kind, Ref
 from llmgw.core.units import gb_to_bytes
@@ -65,7 +66,9 @@ def _whole(replica: Replica, orders: list[Assignment]) -> Iterator[Violation]:
             yield Violation(number=3, what=what)
     for order in orders:
         held = len(orders) > 1 and order.rank == 0 and order.desired is Desired.HELD
-        if order.desired is not Desired.RUNNING and not held:
+        # What is adopted in one pass and not wanted may be taken down in the same one; it was never in routing.
+        leaves = not is_live(replica) and order.desired is Desired.STOPPED
+        if order.desired is not Desired.RUNNING and not held and not leaves:
             what = f"{replica.id}.{order.rank} begins with the order to be {order.desired.value}"
             yield Violation(number=3, what=what)
 
