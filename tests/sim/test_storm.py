@@ -51,8 +51,6 @@ EVENTS = (
     "command: forget",
     "command: release",
     "command: recover",
-    "unplaced gpu_fault",
-    "unplaced gpu_unknown",
     "unplaced gpu_claimed",
     "unplaced gang",
     "unplaced facts",
