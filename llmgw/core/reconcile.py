@@ -148,7 +148,8 @@ def _models(p: Pass, names: set[str], waiting: Mapping[str, int]) -> None:
     if p.draft.touched.nodes and not p.restoring:  # this very pass may have made room
         for name in sorted(p.index.standing.pending - names - waiting.keys()):
             visit(name)
-    for model in (each for each in done if each is not None):
+    tended = [each for each in done if each is not None]
+    for model in sorted(tended, key=lambda each: each.name):  # whichever were looked at first
         conclude(p, model, inventory)
         if model.short:
             left.short[model.name] = waiting.get(model.name, 0) + 1

@@ -30,7 +30,7 @@ from llmgw.core.routing import route_table
 from llmgw.core.snapshot import Dirty, Index, Kind, Ref
 from llmgw.core.units import GB
 from llmgw.errors import InvariantError
-from llmgw.testing.cluster import Cluster, cpu_profile, model_spec
+from llmgw.testing.cluster import Cluster, cpu_profile, gpu, model_spec
 
 P = ReplicaPhase
 
@@ -330,6 +330,23 @@ def test_inv7_what_a_clock_said_that_stepped_back_does_not_hold_again_when_that_
     assert state(c, "m").unplaced is not None
     c.advance(800.0)
     assert c.plan().empty
+
+
+def test_inv7_what_is_said_of_models_comes_in_one_order_whichever_were_looked_at_first() -> None:
+    c = Cluster()
+    c.node("n1", 16, gpus=(gpu(0), gpu(1)))
+    c.model("x", cpu_profile(10.0))
+    c.settle()
+    c.model("a", cpu_profile(8.0, gpus_per_node=2, tensor_parallel=2))
+    c.settle()
+    c.model("z", cpu_profile(None, gpus_per_node=1))
+    dirty = c.dirty()
+    assert dirty.models == {"z"}
+    some = c.plan(dirty)
+    assert [group.cause for group in some.groups] == ["place", "state", "state"], (
+        "what keeps `a` out is another thing now"
+    )
+    assert some.groups == c.plan().groups
 
 
 def test_inv3_a_failed_engines_memory_is_free_only_when_its_stop_is_confirmed() -> None:
