@@ -338,6 +338,7 @@ def test_inv7_what_is_said_of_models_comes_in_one_order_whichever_were_looked_at
     c.model("x", cpu_profile(10.0))
     c.settle()
     c.model("a", cpu_profile(8.0, gpus_per_node=2, tensor_parallel=2))
+    c.model("z", cpu_profile(None, gpus_per_node=1, gpu_class="A100"))
     c.settle()
     c.model("z", cpu_profile(None, gpus_per_node=1))
     dirty = c.dirty()
