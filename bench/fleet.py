@@ -38,15 +38,13 @@ SHAPES: list[tuple[float, Profile]] = [
 """Share of the replicas, and the profile they are wanted with."""
 
 
-def models(replicas: int, *, gpus: bool = True) -> list[ModelSpec]:
-    """A catalog that wants so many replicas in all, of at most a few hundred models. `gpus` false: on CPUs only."""
+def models(replicas: int) -> list[ModelSpec]:
+    """A catalog that wants so many replicas in all, of at most a few hundred models."""
     draw = random.Random(2)  # noqa: S311  # the same fleet each time, nothing secret
-    shapes = [shape for shape in SHAPES if gpus or not shape[1].gpus_per_node]
-    whole = sum(share for share, _ in shapes)
-    counts = [round(replicas * share / whole) for share, _ in shapes]
+    counts = [round(replicas * share) for share, _ in SHAPES]
     counts[0] += replicas - sum(counts)
     found: list[ModelSpec] = []
-    for shape, (count, (_, profile)) in enumerate(zip(counts, shapes, strict=True)):
+    for shape, (count, (_, profile)) in enumerate(zip(counts, SHAPES, strict=True)):
         left, number = count, 0
         while left:
             wanted = min(left, draw.randint(1, max(1, min(2 * REPLICAS_PER_MODEL, count // 2))))

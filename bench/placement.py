@@ -7,6 +7,11 @@ folded back into the `Index` as the mirror would decode them, the agents' answer
 and the check of every placement (`llmgw.core.invariants`) lie outside the timed parts. Times are CPU time of the
 process, so that whoever else uses the machine disturbs little; memory is the process's peak.
 
+placed/s: replicas by the time of all passes from a fleet that nobody has judged yet to the last placement; longest:
+the longest of these passes. settling: the longest while engines get ready, 100 between two passes. idle: a pass with
+nothing to do. full: everything looked at and nothing to do, in slices. Then one change to a finished plan: a node's
+facts, its session (its agent was restarted), its session's end, and a model that wants one replica more.
+
 Last line, of the largest fleet: placements_per_s=… idle_pass_ms=… one_change_ms=… rss_mb=…
 """
 
@@ -130,9 +135,9 @@ def again(ref: Ref, record: Record | None) -> Record | None:
     return None if record is None else codec.decode(ref, codec.encode_stored(record))
 
 
-def cold(count: int, *, gpus: bool) -> tuple[Leader, int, list[float]]:
+def cold(count: int) -> tuple[Leader, int, list[float]]:
     """A fleet that has just come up under a new leader, everything placed; and the time of each pass."""
-    catalog = models(count, gpus=gpus)
+    catalog = models(count)
     leader = Leader()
     leader.fold([(Ref(Kind.META), StoreMeta(incarnation=STORE)), (Ref(Kind.GENERATION), Generation(number=1))])
     leader.fold(nodes(count, catalog))
@@ -207,9 +212,10 @@ def changes(leader: Leader, each: Iterable[list[tuple[Ref, Record | None]]]) -> 
     """From one change to a finished plan: median and worst, ms. Between two of them everything settles."""
     took_s = []
     for records in each:
-        folded_s = leader.fold(records)
-        leader.step()
-        took_s.append(folded_s + leader.took_s[-1])
+        mark, folded_s = len(leader.took_s), leader.fold(records)
+        while leader.step().more:
+            pass
+        took_s.append(folded_s + sum(leader.took_s[mark:]))
         leader.settle()
     return 1e3 * statistics.median(took_s), 1e3 * max(took_s)
 
@@ -219,10 +225,10 @@ def some(names: list[str], count: int = CHANGES) -> list[str]:
     return [names[number * len(names) // count] for number in range(min(count, len(names)))]
 
 
-def measure(count: int, rounds: int, *, gpus: bool) -> Measured:
+def measure(count: int, rounds: int) -> Measured:
     """One fleet, from nothing to all its figures."""
-    times = [sum(cold(count, gpus=gpus)[2]) for _ in range(rounds - 1 if count <= ROUNDS_NODES_MAX else 0)]
-    leader, catalog, took_s = cold(count, gpus=gpus)
+    times = [sum(cold(count)[2]) for _ in range(rounds - 1 if count <= ROUNDS_NODES_MAX else 0)]
+    leader, catalog, took_s = cold(count)
     times.append(sum(took_s))
     settled_s = answer(leader)
     index = leader.index
@@ -234,6 +240,7 @@ def measure(count: int, rounds: int, *, gpus: bool) -> Measured:
     unreachable_ms = changes(leader, ([(ref, None)] for ref, _ in away))
     changes(leader, ([each] for each in away))
     model_ms = changes(leader, ([other_model(index, name)] for name in some(index.models.names())))
+    require(check(index))
     return Measured(
         nodes=count,
         models=catalog,
@@ -294,7 +301,6 @@ def peak_mb() -> float:
 def apart(count: int, options: argparse.Namespace) -> Measured:
     """`measure` in a process of its own, so that no fleet's memory is counted with another's."""
     command = [sys.executable, __file__, "--nodes", str(count), "--rounds", str(options.rounds), "--json"]
-    command += ["--cpu-only"] if options.cpu_only else []
     done = subprocess.run(command, stdout=subprocess.PIPE, check=False)
     if done.returncode != 0:
         sys.exit(f"bench: the fleet of {count} nodes failed")
@@ -322,12 +328,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--nodes", type=int, action="append", help=f"fleet sizes (default {SIZES})")
     parser.add_argument("--rounds", type=int, default=3, help="cold placements of the small fleets; the median counts")
-    parser.add_argument("--cpu-only", action="store_true", help="a catalog that asks for no GPUs")
     parser.add_argument("--json", action="store_true", help="measure one size in this process")
     options = parser.parse_args()
     sizes = options.nodes or SIZES
     if options.json:
-        sys.stdout.buffer.write(msgspec.json.encode(measure(sizes[0], options.rounds, gpus=not options.cpu_only)))
+        sys.stdout.buffer.write(msgspec.json.encode(measure(sizes[0], options.rounds)))
         return
     found = [apart(count, options) for count in sizes]
     print(

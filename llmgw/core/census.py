@@ -19,7 +19,7 @@ from llmgw.core.inventory import NodeInventory, node_inventory
 from llmgw.core.node import Liveness
 from llmgw.core.reading import is_frozen, is_live, replicas_of
 from llmgw.core.replica import ModelState, Replica, ReplicaPhase, Retire, old_first
-from llmgw.core.snapshot import Index, Kind
+from llmgw.core.snapshot import Index
 
 
 class Census(msgspec.Struct, frozen=True, kw_only=True):
@@ -170,11 +170,10 @@ def _build_outdated(index: Index, replica: Replica, nodes: list[NodeInventory]) 
 def _unreadable(index: Index, name: str) -> int:
     """How many replicas of the model have never been readable here, so that only their orders or reports name it."""
     count = 0
-    for ref in index.corrupted:
-        if ref.kind is Kind.REPLICA and index.replicas.record(ref.name) is None:
-            orders = (index.assignments.record(each) for each in index.assignments_of.get(ref.name, ()))
-            reports = (index.reports.record(each) for each in index.reports_of.get(ref.name, ()))
-            count += any(each is not None and each.model == name for each in (*orders, *reports))
+    for replica in index.standing.unread:
+        orders = (index.assignments.record(each) for each in index.assignments_of.get(replica, ()))
+        reports = (index.reports.record(each) for each in index.reports_of.get(replica, ()))
+        count += any(each is not None and each.model == name for each in (*orders, *reports))
     return count
 
 

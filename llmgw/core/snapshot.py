@@ -228,12 +228,13 @@ class Index:
         elif before is not None:
             del table[ref.name]
         old, new = (None if each is None else each.record for each in (before, row))
-        if row is not None and row.corrupt is not None:
-            self.corrupted.add(ref)
-            self.dirty.everything = True  # as below: what can't be read concerns more than the record itself tells
-        elif ref in self.corrupted:
-            self.corrupted.discard(ref)
-            self.dirty.everything = True
+        unreadable = row is not None and row.corrupt is not None
+        if unreadable or ref in self.corrupted:
+            (self.corrupted.add if unreadable else self.corrupted.discard)(ref)
+            if ref.kind in _DIRTIES_NODE:
+                self.dirty.models |= self._models_on(ref.name)
+            else:  # concerns more than the last good record tells, if there ever was one
+                self.dirty.everything = True
         self._mark(ref, old, new)
         self._join(ref, old, new, present=row is not None)
         self._stand(ref, old, new)
@@ -328,6 +329,7 @@ class Index:
             case Kind.ASSIGNMENT:
                 standing.order(name, orphan=self._is_orphan(name))
             case Kind.REPLICA:
+                standing.replica(name, unread=name in self.replicas and new is None)
                 for each in self.assignments_of.get(name, ()):
                     standing.order(each, orphan=self._is_orphan(each))
             case _:

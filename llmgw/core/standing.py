@@ -37,6 +37,9 @@ class Standing:
     orphans: set[str] = field(default_factory=set)
     """Orders that no replica speaks of: it is not there, or holds nothing there (any more)."""
 
+    unread: set[str] = field(default_factory=set)
+    """Replicas whose record was never readable here: only their orders and reports say of which model they are."""
+
     def node(self, name: str, *, known: bool, session: bool) -> None:
         """A node has facts or a state (`known`), has a session, or not."""
         at = bisect_left(self.nodes, name)
@@ -69,6 +72,10 @@ class Standing:
     def order(self, name: str, *, orphan: bool) -> None:
         """Whether an order is there that no replica speaks of."""
         _put(self.orphans, name, among=orphan)
+
+    def replica(self, name: str, *, unread: bool) -> None:
+        """Whether a replica is there of which nobody here has ever read what it is."""
+        _put(self.unread, name, among=unread)
 
     @property
     def unanswered(self) -> set[str]:

@@ -187,13 +187,21 @@ def test_a_replica_that_moves_dirties_both_nodes_and_both_models() -> None:
     assert replica.id in c.index.replicas_on[other]
 
 
-def test_an_unreadable_record_coming_or_going_concerns_everything() -> None:
+def test_an_unreadable_record_coming_or_going_concerns_everything_and_one_of_a_node_who_is_there() -> None:
     c = serving()
-    c.index.take_dirty()
-    c.spoil(Kind.FACTS, "n1")
-    assert c.index.take_dirty().everything
-    c.write(Kind.FACTS, "n1", None)
-    assert c.index.take_dirty().everything
+    replica = c.replicas("m")[0]
+    for kind, name, expected in (
+        (Kind.FACTS, "n1", Dirty(models={"m"}, nodes={"n1"})),
+        (Kind.SESSION, "n1", Dirty(models={"m"}, nodes={"n1"})),
+        (Kind.MODEL, "m", Dirty(models={"m"}, everything=True)),
+        (Kind.REPLICA, replica.id, Dirty(models={"m"}, nodes={replica.shards[0].node}, everything=True)),
+    ):
+        c.index.take_dirty()
+        c.spoil(kind, name)
+        assert c.index.take_dirty() == expected, kind
+        c.meddle((kind, name, None))
+        assert c.index.take_dirty() == expected, kind
+        assert not c.index.corrupted
 
 
 def test_what_was_worked_out_for_a_node_is_dropped_with_any_record_of_it() -> None:
