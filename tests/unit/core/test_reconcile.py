@@ -302,6 +302,20 @@ def test_a_failed_replica_is_stopped_confirmed_waited_for_and_replaced_elsewhere
     assert new.receipt.runner_up.failed_lately is True
 
 
+def test_a_replica_that_this_leader_could_never_read_still_counts() -> None:
+    c = cluster("n1", "n2")
+    c.model("m")
+    c.settle()
+    old = c.one("m")
+    c.meddle((Kind.REPLICA, old.id, None))
+    c.spoil(Kind.REPLICA, old.id)
+    assert c.index.replicas.record(old.id) is None
+    c.index.dirty.everything = True
+    c.settle()
+    assert list(c.index.replicas) == [old.id], "none is placed beside it"
+    assert state(c, "m").placed == 1
+
+
 def test_a_clock_that_stepped_back_makes_nobody_wait_longer_than_any_backoff() -> None:
     c = cluster("n1")
     c.model("m")
