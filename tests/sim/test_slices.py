@@ -24,4 +24,5 @@ def test_a_storm_breaks_nothing_however_little_a_pass_comes_to(number: int, monk
 
     monkeypatch.setattr(loop, "settings", thin)
     outcome = simulate(number)
-    assert reigns >= outcome.totals["term"] >= 2
+    assert reigns > 0
+    assert outcome.totals["term"] >= 2
