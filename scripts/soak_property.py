@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = "tests/property/test_reconcile.py"
 
-SHARES = 5
+SHARES = 6
 """How many clusters the tests of that file play together for each example of the profile: the sum of their `times`."""
 
 PLAYED = re.compile(r"during generate phase .*?(\d+) passing, ", re.DOTALL)

@@ -150,7 +150,7 @@ def times(factor: float) -> settings:
 
 
 @given(scenes(often(USUAL), events_min=20, events_max=60))
-@times(2)
+@times(3)
 def test_every_plan_keeps_the_invariants_and_incremental_is_full(scene: Scene) -> None:
     c = build(scene)
     play(c, scene.events, turn, theme=scene.theme)
