@@ -26,13 +26,17 @@ __all__ = ["MemoryCluster", "MemoryStore"]
 PROGRESS_S: Final = 2.0
 """A watch without events says how far it is this often. Source: the progress interval that deploy/etcd sets."""
 
+ALL_DEPTH: Final = 2
+"""A prefix of no more slashes than this (`/llmgw/`) is all there is."""
+
 T = TypeVar("T")
 
 
 class MemoryStore:
     """One client of a `MemoryCluster`. Implements `llmgw.store.port.Store`.
 
-    `waits` False: whoever wraps it lets the others have their turn before each call.
+    `waits` False: whoever wraps it lets the others have their turn before each call, and reads its watches at once,
+    always.
     """
 
     def __init__(self, cluster: MemoryCluster, *, progress_s: float = PROGRESS_S, waits: bool = True) -> None:
@@ -81,7 +85,14 @@ class MemoryStore:
     ) -> AbstractAsyncContextManager[AsyncIterator[Batch]]:
         for prefix in prefixes:
             check_key(prefix)
-        return _Watch(self.cluster, prefixes, from_revision, progress_s=self.progress_s, among=self._watches)
+        return _Watch(
+            self.cluster,
+            prefixes,
+            from_revision,
+            progress_s=self.progress_s,
+            among=self._watches,
+            waited_on=not self._waits,
+        )
 
     def stats(self) -> StoreStats:
         now = anyio.current_time()
@@ -128,6 +139,7 @@ class _Watch:
         *,
         progress_s: float,
         among: dict[_Watch, None],
+        waited_on: bool,
     ) -> None:
         self._cluster = cluster
         self._prefixes = tuple(prefixes)
@@ -136,7 +148,7 @@ class _Watch:
         self._from_revision = max(from_revision, 2)  # an empty store stands at 1
         self._due: deque[int] = deque()
         self._progress_s = progress_s
-        self._among = among
+        self._among, self._waited_on = among, waited_on
         self._term = 0
         self._went_back: WentBack | None = None
         self._wake = anyio.Event()
@@ -148,6 +160,8 @@ class _Watch:
         self._among[self] = None
         self.restored(before=0, revision=self._cluster.revision)
         self._cluster.attach(self, self._prefixes)
+        if self._waited_on and any(prefix.count("/") <= ALL_DEPTH for prefix in self._below):
+            self._cluster.lookouts.add(self)
         return self
 
     async def __aexit__(
@@ -169,8 +183,15 @@ class _Watch:
                 return batch
             self._wake = anyio.Event()
             progress_s = self.heard_s + self._progress_s if self._cluster.running else math.inf
-            with anyio.CancelScope(deadline=min(progress_s, self._cluster.lapse_s(self))):
+            with anyio.CancelScope(deadline=min(progress_s, self._lapse_s())):
                 await self._wake.wait()
+
+    def _lapse_s(self) -> float:
+        """When it must look whether something has lapsed; never while somebody else does so for it."""
+        lookouts = self._cluster.lookouts
+        if self._waited_on and lookouts and self not in lookouts:
+            return math.inf
+        return self._cluster.lapse_s(self)
 
     def happened(self, batch: Batch) -> None:
         if batch.revision >= self._from_revision:

@@ -138,6 +138,8 @@ class MemoryCluster:
         self._state = _State()
         self._lease_next = 0x6D656D0001  # outside the state: ids stay unique over a restore, as etcd's do
         self._watchers: dict[Watcher, tuple[str, ...]] = {}  # ordered, so that a seeded run repeats
+        self.lookouts: set[Watcher] = set()
+        """Watches of all there is that are always waited on: whatever lapses, one of them is there to see it."""
         self._watching: dict[str, dict[Watcher, None]] = {}
         """Prefix or key -> who watches it: what a revision costs does not grow with those whom it does not concern."""
         self._lapses: list[tuple[float, int]] = []
@@ -263,6 +265,9 @@ class MemoryCluster:
             self._watching[prefix].pop(watcher, None)
             if not self._watching[prefix]:
                 del self._watching[prefix]
+        self.lookouts.discard(watcher)
+        if not self.lookouts:
+            self._wake_all()
 
     def written(self, revision: int) -> Batch:
         """What `revision`, which must not be in the future, wrote. Raises Compacted."""
@@ -271,10 +276,7 @@ class MemoryCluster:
         return self._state.history[revision - self._state.base - 1]
 
     def lapse_s(self, watcher: Watcher) -> float:
-        """When the next key that `watcher` watches lapses if nobody renews its lease; infinity if none will.
-
-        For one that watches many it may be earlier: the next of all.
-        """
+        """The earliest moment at which a key that `watcher` watches can lapse; infinity if none will."""
         if not self.running:
             return math.inf
         state, soonest_s = self._state, math.inf

@@ -157,7 +157,7 @@ class FakeHost:
         return Working(busy=int(anyio.current_time() < engine.idle_s))
 
     async def facts(self) -> Facts:
-        await self._pause(0.1)
+        await self._pause(0)
         machine = self._machine
         facts = Facts(
             node=machine.name,
