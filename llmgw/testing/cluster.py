@@ -240,7 +240,9 @@ class Cluster:
         if row.record.desired is Desired.STOPPED:
             phase = report.phase if report is not None and over else ShardPhase.STOPPED
             self.saved.pop(name, None)
-        elif over or (report is None and self._taken(row.record)):
+        elif report is not None and over:
+            phase = report.phase  # for good; it says so of a newer order as well
+        elif report is None and self._taken(row.record):
             return
         else:
             phase = ShardPhase.READY if ready or _is_ready(report) else ShardPhase.STARTING
