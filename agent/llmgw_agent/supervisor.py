@@ -23,9 +23,10 @@ from llmgw_agent.state import SavedState
 
 PROBE_LOADING_S: Final = 0.25
 PROBE_LOADING_LONG_S: Final = 1.0
-"""How often a loading engine is asked, seconds: in its first `LOADING_LONG_S`, and after them."""
+PROBE_LOADING_SHARE: Final = 1 / 8
+"""How often a loading engine is asked, seconds: at first, at last, and between them this share of the time it has been
+loading, so that it is found ready little later than it is."""
 
-LOADING_LONG_S: Final = 10.0
 PROBE_LIVE_S: Final = 5.0
 PROBE_IDLE_S: Final = 0.5
 
@@ -334,8 +335,8 @@ class Supervisor(Machine):
             return PROBE_LIVE_S
         if shard.stage is Stage.DRAINING:
             return PROBE_IDLE_S
-        long = self._now.mono_s - shard.stage_mono_s > LOADING_LONG_S
-        return PROBE_LOADING_LONG_S if long else PROBE_LOADING_S
+        loading_s = self._now.mono_s - shard.stage_mono_s
+        return min(PROBE_LOADING_LONG_S, max(PROBE_LOADING_S, PROBE_LOADING_SHARE * loading_s))
 
     # --- time ---------------------------------------------------------------------------------------------------
 
